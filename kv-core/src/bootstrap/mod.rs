@@ -1,0 +1,1 @@
+//! The bootstrap registry: who serves which prefill rank (protocol section 2).

@@ -1,0 +1,29 @@
+//! Prefill/decode KV-cache transfer: the wire, the rooms, the plans and the seams.
+//!
+//! One rule stands above all others here:
+//!
+//! > **A write without proof of quiescence stays counted, its handle stays alive, its memory stays registered.**
+#![deny(unsafe_op_in_unsafe_fn)]
+
+pub mod bootstrap;
+pub mod control;
+pub mod directory;
+pub mod error;
+pub mod ids;
+pub mod layout;
+pub mod limits;
+pub mod memory;
+pub mod net;
+pub mod plan;
+pub mod poll;
+pub mod time;
+pub mod topology;
+pub mod transport;
+pub mod wire;
+
+pub use error::KvTransferError;
+pub use ids::{OpId, PeerId, PrefillRank, RegionId, Room};
+pub use limits::Limits;
+pub use net::Endpoint;
+pub use poll::KvPoll;
+pub use time::Timestamp;

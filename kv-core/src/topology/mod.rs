@@ -1,0 +1,1 @@
+//! Which prefill ranks a decode rank contacts (protocol section 3).
