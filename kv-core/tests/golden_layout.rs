@@ -1,4 +1,5 @@
 //! Layouts: what is refused and how it is named (requirements A4, H2, G2), and what decode says about itself.
+#![allow(clippy::unwrap_used, clippy::expect_used)] // a test that cannot set up fails
 
 mod support;
 
@@ -59,10 +60,7 @@ fn r_a4_cat_f72_each_flipped_field_is_refused_by_name() {
     );
     assert_eq!(text(refusal(mha(1), |r| r.dcp_size = 2)), "dcp_size differs: ours 1, the peer's 2");
     let two = LayoutSpec { dcp_size: 2, ..mla(1) };
-    assert_eq!(
-        text(refusal(two, |r| (r.dcp_size, r.dcp_rank) = (2, 1))),
-        "dcp_rank differs: ours 0, the peer's 1"
-    );
+    assert_eq!(text(refusal(two, |r| (r.dcp_size, r.dcp_rank) = (2, 1))), "dcp_rank differs: ours 0, the peer's 1");
     let ids = LayoutSpec { kv: layers(&[5, 5]), ..mha(1) };
     assert_eq!(
         refusal(ids.clone(), |r| r.kv_layer_ids = vec![5, 6]),
@@ -108,15 +106,9 @@ fn r_h2_registrations_that_lie_are_refused() {
         LayoutError::Invalid { field: "dcp_rank", value: 1, needed: "it must be below dcp_size" }
     );
     assert_eq!(refusal(mha(1), |r| r.kv_item_lens[1] = 0), invalid("kv_item_len", at_least_1));
-    assert_eq!(
-        refusal(mha(1), |r| (r.kv_item_lens, r.kv_item_len) = (vec![], 0)),
-        invalid("kv_item_len", at_least_1)
-    );
+    assert_eq!(refusal(mha(1), |r| (r.kv_item_lens, r.kv_item_len) = (vec![], 0)), invalid("kv_item_len", at_least_1));
     assert!(matches!(refusal(mha(1), |r| r.kv_item_len = 63), LayoutError::Mismatch { .. }));
-    assert_eq!(
-        refusal(mha(1), |r| r.kv_slots = Some(0)),
-        invalid("kv_slots", "KV entries hold at least one page")
-    );
+    assert_eq!(refusal(mha(1), |r| r.kv_slots = Some(0)), invalid("kv_slots", "KV entries hold at least one page"));
     let count = |field, got| LayoutError::Count { field, got, want: 2 };
     assert_eq!(refusal(mha(1), |r| r.kv_layer_ids = vec![1]), count("kv_layer_ids", 1));
     assert_eq!(refusal(mha(1), |r| r.kv_kinds = vec![MemoryKind::Dram; 3]), count("kv_kinds", 3));
@@ -146,7 +138,13 @@ fn local_layouts_are_checked_against_their_regions() {
     let e = entry(0, 640, 64);
     assert_eq!(
         new(spec(vec![EntryDesc { offset: 1, ..e }])),
-        LayoutError::OutsideRegion { entry: EntryRef::Kv(0), region: RegionId(0), offset: 1, len: 640, region_len: 640 }
+        LayoutError::OutsideRegion {
+            entry: EntryRef::Kv(0),
+            region: RegionId(0),
+            offset: 1,
+            len: 640,
+            region_len: 640
+        }
     );
     assert!(matches!(new(spec(vec![EntryDesc { offset: u64::MAX, ..e }])), LayoutError::OutsideRegion { .. }));
     let entry_7 = EntryDesc { region: RegionId(7), ..e };
@@ -190,14 +188,8 @@ fn r_a4_decode_checks_what_the_bootstrap_server_says() {
     assert_eq!(check(Some(64), Some("auto"), None), Ok(()));
     assert_eq!(check(Some(1), Some("auto"), None), Err("page_size differs: ours 64, the peer's 1".into()));
     assert_eq!(check(None, Some("auto"), None), Err("page_size differs: ours 64, the peer's unknown".into()));
-    assert_eq!(
-        check(Some(64), Some("fp8"), None),
-        Err("kv_cache_dtype differs: ours auto, the peer's fp8".into())
-    );
-    assert_eq!(
-        check(Some(64), Some("auto"), Some("hnd")),
-        Err("kv_layout differs: ours nhd, the peer's hnd".into())
-    );
+    assert_eq!(check(Some(64), Some("fp8"), None), Err("kv_cache_dtype differs: ours auto, the peer's fp8".into()));
+    assert_eq!(check(Some(64), Some("auto"), Some("hnd")), Err("kv_layout differs: ours nhd, the peer's hnd".into()));
 }
 
 #[test]

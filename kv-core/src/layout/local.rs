@@ -48,7 +48,10 @@ pub struct EntryDesc {
 impl EntryDesc {
     /// How many whole items it holds; 0 when `item_len` is 0.
     pub const fn slots(&self) -> u64 {
-        if self.item_len == 0 { 0 } else { self.len / self.item_len }
+        match self.len.checked_div(self.item_len) {
+            Some(slots) => slots,
+            None => 0,
+        }
     }
 }
 
@@ -151,8 +154,7 @@ impl LocalLayout {
             if desc.slots() == 0 {
                 return Err(LayoutError::ItemLen { entry, item_len: desc.item_len, len: desc.len });
             }
-            let &place =
-                index.get(&desc.region).ok_or(LayoutError::UnknownRegion { entry, region: desc.region })?;
+            let &place = index.get(&desc.region).ok_or(LayoutError::UnknownRegion { entry, region: desc.region })?;
             let region_len = regions[place as usize].len();
             if desc.offset.checked_add(desc.len).is_none_or(|end| end > region_len) {
                 return Err(LayoutError::OutsideRegion {
@@ -236,11 +238,9 @@ impl LocalLayout {
             });
         }
         match (self.spec.kv_layout.as_deref(), kv_layout) {
-            (Some(ours), Some(theirs)) if ours != theirs => Err(LayoutError::Mismatch {
-                field: "kv_layout",
-                ours: ours.to_owned(),
-                theirs: theirs.to_owned(),
-            }),
+            (Some(ours), Some(theirs)) if ours != theirs => {
+                Err(LayoutError::Mismatch { field: "kv_layout", ours: ours.to_owned(), theirs: theirs.to_owned() })
+            }
             _ => Ok(()),
         }
     }

@@ -156,8 +156,7 @@ fn kv_pairs(local: &LocalLayout, peer: &PeerLayout) -> Result<Vec<(u32, u32)>, L
         return Err(unplaceable(n_src, n_dst, "prefill_end_layer is unknown"));
     };
     let layers = spec.prefill_start_layer..end;
-    let mut theirs =
-        compressed_offsets(&spec.mla_compression_ratios, layers, CompressedList::Kv, n_dst - draft)?;
+    let mut theirs = compressed_offsets(&spec.mla_compression_ratios, layers, CompressedList::Kv, n_dst - draft)?;
     theirs.extend(n_dst - draft..n_dst);
     if theirs.len() != n_src as usize {
         return Err(unplaceable(n_src, n_dst, "our layers have another number of entries"));
@@ -185,12 +184,7 @@ fn pair_kv(
         if let Some(&theirs) = peer.kv_item_lens.get(j as usize)
             && theirs != src.item_len
         {
-            return Err(LayoutError::ItemLenMismatch {
-                our_entry: i,
-                their_entry: j,
-                ours: src.item_len,
-                theirs,
-            });
+            return Err(LayoutError::ItemLenMismatch { our_entry: i, their_entry: j, ours: src.item_len, theirs });
         }
         let dst_addr = peer.kv[j as usize];
         dst_bound = dst_bound.min(addressable(EntryRef::Kv(j), dst_addr, src.item_len)?);

@@ -20,9 +20,7 @@ pub fn build_transfer_entry_pairs(
     n_dst: u32,
     allow_positional_fallback: bool,
 ) -> Result<Vec<(u32, u32)>, LayoutError> {
-    for (field, ids, n) in
-        [("our layer ids", src_layer_ids, n_src), ("the peer's layer ids", dst_layer_ids, n_dst)]
-    {
+    for (field, ids, n) in [("our layer ids", src_layer_ids, n_src), ("the peer's layer ids", dst_layer_ids, n_dst)] {
         if !ids.is_empty() && ids.len() as u64 != u64::from(n) {
             return Err(LayoutError::Count { field, got: ids.len() as u64, want: u64::from(n) });
         }
@@ -78,7 +76,7 @@ pub fn mha_pairs(
     num_draft_entries: u32,
     (pp_rank, pp_size): (u32, u32),
 ) -> Result<Vec<(u32, u32)>, LayoutError> {
-    if n_src % 2 != 0 || n_dst % 2 != 0 {
+    if !n_src.is_multiple_of(2) || !n_dst.is_multiple_of(2) {
         return Err(unplaceable(n_src, n_dst, "K and V come in pairs"));
     }
     if n_src == n_dst {

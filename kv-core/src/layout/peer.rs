@@ -155,11 +155,9 @@ fn check_entry_counts(r: &Registration, limits: &Limits) -> Result<(), LayoutErr
             return Err(LayoutError::TooMany { field, got: got as u64, limit: limit as u64 });
         }
     }
-    for (field, got) in [
-        ("kv_item_lens", r.kv_item_lens.len()),
-        ("kv_layer_ids", r.kv_layer_ids.len()),
-        ("kv_kinds", r.kv_kinds.len()),
-    ] {
+    for (field, got) in
+        [("kv_item_lens", r.kv_item_lens.len()), ("kv_layer_ids", r.kv_layer_ids.len()), ("kv_kinds", r.kv_kinds.len())]
+    {
         if got != 0 && got != r.kv.len() {
             return Err(LayoutError::Count { field, got: got as u64, want: r.kv.len() as u64 });
         }

@@ -7,8 +7,7 @@ use std::ops::Range;
 ///
 /// `None` when an index does not fit, or a page is not in `0..slots`.
 pub fn flat_indices(pages: &[i32], entries: u32, slots: u64) -> Option<Vec<u64>> {
-    if pages.iter().any(|&page| page < 0 || page as u64 >= slots) || u64::from(entries).checked_mul(slots).is_none()
-    {
+    if pages.iter().any(|&page| page < 0 || page as u64 >= slots) || u64::from(entries).checked_mul(slots).is_none() {
         return None;
     }
     let base = |entry| u64::from(entry) * slots;

@@ -57,9 +57,7 @@ impl Planner {
             return Ok(WritePlan::default());
         }
         let (src_bound, dst_bound) = pairing.aux_bounds();
-        for (side, slot, bound) in
-            [(Side::Source, src_slot, src_bound), (Side::Destination, dst_slot, dst_bound)]
-        {
+        for (side, slot, bound) in [(Side::Source, src_slot, src_bound), (Side::Destination, dst_slot, dst_bound)] {
             if u64::from(slot) >= bound {
                 return Err(PlanError::OutOfBounds { side, what: "aux slot", index: i64::from(slot), bound });
             }

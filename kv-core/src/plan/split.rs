@@ -101,12 +101,8 @@ impl Pieces {
                     self.flush();
                 }
                 let item_len = self.left.min(entry.item_len - at);
-                let part = EntryPair {
-                    src_offset: entry.src_offset + at,
-                    dst_addr: entry.dst_addr + at,
-                    item_len,
-                    ..*entry
-                };
+                let part =
+                    EntryPair { src_offset: entry.src_offset + at, dst_addr: entry.dst_addr + at, item_len, ..*entry };
                 self.groups.push(PlanGroup { entries: [part].into(), runs: [Run { src, dst, count: 1 }].into() });
                 self.left -= item_len;
                 at += item_len;
