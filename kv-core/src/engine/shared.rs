@@ -112,6 +112,7 @@ impl RoomShared {
     }
 
     /// A room that ends before its shard ever heard of it.
+    #[cfg(all(feature = "control", feature = "bootstrap"))]
     pub(crate) fn conclude_unstarted(self: &Arc<Self>) {
         self.publish(KvPoll::Failed, true, Some(&Failure::here("cleared before init()")), None);
     }

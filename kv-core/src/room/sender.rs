@@ -305,7 +305,7 @@ impl SenderRoom {
         self.saw_last = spec.is_last;
         self.first_enqueue.get_or_insert(now);
         self.last_enqueue = Some(now);
-        self.queue.push_back(Chunk::new(self.next_chunk, spec, now));
+        self.queue.push_back(Chunk::new(self.next_chunk, spec));
         self.next_chunk += 1;
         self.pump(now, out);
     }
