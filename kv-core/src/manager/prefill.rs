@@ -81,7 +81,8 @@ impl PrefillManager {
         layout: LocalLayout,
     ) -> Result<Self, ManagerError> {
         let id = &config.identity;
-        let rank = prefill_unique_rank(id.attn_tp.1, id.pp.1, id.pp.0, id.attn_cp.1, id.attn_cp.0);
+        let rank = prefill_unique_rank(id.attn_tp.1, (id.attn_cp.1, id.attn_cp.0), (id.pp.1, id.pp.0))
+            .map_err(|e| ManagerError::Config(e.to_string()))?;
         let sizes = [("attn_tp", id.attn_tp), ("attn_cp", id.attn_cp), ("attn_dp", id.attn_dp), ("pp", id.pp)];
         for (what, (size, rank)) in sizes.into_iter().chain([("system_dp", id.system_dp)]) {
             if rank >= size {
