@@ -129,6 +129,10 @@ impl Harness for Fake {
         50
     }
 
+    fn flipped_blobs(&self) -> u32 {
+        40
+    }
+
     fn large(&self) -> usize {
         1 << 20
     }

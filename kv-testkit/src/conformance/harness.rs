@@ -119,6 +119,12 @@ pub trait Harness {
         8 << 20
     }
 
+    /// How many peer blobs with one flipped bit to try. None by default: a flipped bit in an address makes a real backend call
+    /// on strangers. Raise it where the blob is protected, or holds no address.
+    fn flipped_blobs(&self) -> u32 {
+        0
+    }
+
     /// Open files and threads of this process; `None` where that cannot be told.
     fn resources(&self) -> Option<Resources> {
         let count = |dir: &str| std::fs::read_dir(dir).ok().map(Iterator::count);

@@ -1,7 +1,7 @@
 //! Trials: peers that go, come back, stop and die, and what may be called proven about their writes.
 
 use kv_core::ids::OpId;
-use kv_core::transport::{Outcome, WriteOp};
+use kv_core::transport::{Outcome, SubmitError, WriteOp};
 
 use super::bench::{Bench, Res, Source, text};
 use super::{Block, Harness, Run, Stop};
@@ -30,6 +30,20 @@ fn burst(b: &mut Bench<'_>, source: &Source, block: Block, first: u64, n: u64) -
             b.submit(op)
         })
         .collect()
+}
+
+/// As [`burst`] from piece 0, but stops at the first `Busy`: a stopped peer makes no room.
+fn until_busy(b: &mut Bench<'_>, source: &Source, block: Block, n: u64) -> Res<Vec<OpId>> {
+    let mut ids = Vec::new();
+    for i in 0..n {
+        let op = b.op(Bench::piece(source, i * PIECE, block.addr + i * PIECE, PIECE), &[source]);
+        match b.try_submit(0, op)? {
+            Ok(id) => ids.push(id),
+            Err(SubmitError::Busy(_)) => break,
+            Err(SubmitError::Rejected(_, e)) => return Err(format!("a paused peer is rejected: {}", text(e))),
+        }
+    }
+    Ok(ids)
 }
 
 fn connect_twice(h: &mut dyn Harness) -> Result<(), Stop> {
@@ -181,7 +195,7 @@ fn paused(h: &mut dyn Harness) -> Result<(), Stop> {
     let (mut b, source, block) = Bench::ready(h, 256 * K, 256 * K)?;
     b.target.pause()?;
     b.stopped = true;
-    let ids = burst(&mut b, &source, block, 0, 16);
+    let ids = until_busy(&mut b, &source, block, 16);
     let watched = b.watch();
     let quiet = |b: &Bench<'_>, id: &OpId| b.quiet(*id) && b.seen(*id) != Some(&Outcome::Done);
     let quiet: Vec<OpId> = ids.iter().flatten().copied().filter(|id| quiet(&b, id)).collect();

@@ -145,7 +145,7 @@ fn damaged_blob(h: &mut dyn Harness) -> Result<(), Stop> {
     }
     let n = good.metadata.len();
     let mut blobs = vec![Vec::new(), vec![0xff; n], good.metadata[..n / 2].to_vec(), good.metadata[..n - 1].to_vec()];
-    for _ in 0..40 {
+    for _ in 0..b.harness.flipped_blobs() {
         let mut blob = good.metadata.to_vec();
         let at = b.rng.below(n as u64) as usize;
         blob[at] ^= 1 << b.rng.below(8);
