@@ -1,0 +1,10 @@
+//! The parts of the program `kvt`: run, replay, measure and diagnose KV-cache transfers.
+
+pub mod error;
+pub mod hf_config;
+pub mod memory;
+pub mod model;
+pub mod pattern;
+pub mod pool;
+pub mod shape;
+pub mod trace;
