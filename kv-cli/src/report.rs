@@ -45,7 +45,8 @@ const MAX_US: u64 = 3_600_000_000;
 impl Recorder {
     /// An empty recorder.
     pub fn new() -> Result<Self> {
-        let histogram = || Histogram::new_with_bounds(1, MAX_US, 3).map_err(|e| CliError::new(format!("histogram: {e}")));
+        let histogram =
+            || Histogram::new_with_bounds(1, MAX_US, 3).map_err(|e| CliError::new(format!("histogram: {e}")));
         Ok(Self {
             latency_us: histogram()?,
             fixed_us: histogram()?,
@@ -221,8 +222,24 @@ mod tests {
 
     /// The keys that scripts read, in this order.
     const KEYS: [&str; 18] = [
-        "ok", "transport", "model", "rooms", "failed", "corrupt", "clamped", "prefix_tokens", "bytes", "seconds",
-        "gb_per_s", "rooms_per_s", "p50_ms", "p90_ms", "p99_ms", "fixed_us", "prefill_cpu_s", "decode_cpu_s",
+        "ok",
+        "transport",
+        "model",
+        "rooms",
+        "failed",
+        "corrupt",
+        "clamped",
+        "prefix_tokens",
+        "bytes",
+        "seconds",
+        "gb_per_s",
+        "rooms_per_s",
+        "p50_ms",
+        "p90_ms",
+        "p99_ms",
+        "fixed_us",
+        "prefill_cpu_s",
+        "decode_cpu_s",
     ];
 
     fn recorder() -> Recorder {
