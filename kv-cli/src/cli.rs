@@ -208,8 +208,25 @@ mod tests {
     #[test]
     fn reads_the_lines_of_the_manual() {
         let cli = Cli::try_parse_from([
-            "kvt", "replay", "--trace", "t.jsonl", "--model", "Qwen3-8B", "--requests", "9", "--concurrency", "2",
-            "--prefill", "tp=2,pp=1,cp=1,dp=1", "--decode", "tp=2", "--json", "--seed", "5", "--pattern", "sglang",
+            "kvt",
+            "replay",
+            "--trace",
+            "t.jsonl",
+            "--model",
+            "Qwen3-8B",
+            "--requests",
+            "9",
+            "--concurrency",
+            "2",
+            "--prefill",
+            "tp=2,pp=1,cp=1,dp=1",
+            "--decode",
+            "tp=2",
+            "--json",
+            "--seed",
+            "5",
+            "--pattern",
+            "sglang",
         ])
         .unwrap();
         assert!(cli.json && cli.seed == 5 && cli.pattern == PatternArg::Sglang);
@@ -231,7 +248,9 @@ mod tests {
 
     #[test]
     fn refuses_what_cannot_work() {
-        for line in ["kvt", "kvt decode", "kvt replay --prefill tp=0", "kvt demo --pages odd", "kvt wire decode --dialect x"] {
+        for line in
+            ["kvt", "kvt decode", "kvt replay --prefill tp=0", "kvt demo --pages odd", "kvt wire decode --dialect x"]
+        {
             assert!(Cli::try_parse_from(line.split(' ')).is_err(), "{line}");
         }
     }

@@ -34,8 +34,7 @@ fn wait_for_signal() -> Result<()> {
     let fail = |e: std::io::Error| CliError::new(format!("cannot wait for signals: {e}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
     runtime.block_on(async {
-        let mut term =
-            tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).map_err(fail)?;
+        let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).map_err(fail)?;
         tokio::select! {
             r = tokio::signal::ctrl_c() => r.map_err(fail),
             _ = term.recv() => Ok(()),

@@ -200,7 +200,12 @@ fn open_files() -> Check {
     }
     let detail = format!("{} (hard limit {})", limit.rlim_cur, limit.rlim_max);
     if limit.rlim_cur < WANTED_FILES {
-        Check::new(name, Status::Warn, format!("{detail}: a fleet needs more sockets"), format!("ulimit -n {WANTED_FILES}"))
+        Check::new(
+            name,
+            Status::Warn,
+            format!("{detail}: a fleet needs more sockets"),
+            format!("ulimit -n {WANTED_FILES}"),
+        )
     } else {
         Check::new(name, Status::Ok, detail, "")
     }

@@ -47,8 +47,9 @@ impl Workload {
             return Err(CliError::new("--requests 0 leaves nothing to do").hint("give 1 or more"));
         }
         if args.share_src && pattern != PatternArg::Sglang {
-            return Err(CliError::new("--share-src is for --pattern sglang")
-                .hint("the keyed pattern shares source pages by block hash already: use --trace synthetic:tokens=N,shared"));
+            return Err(CliError::new("--share-src is for --pattern sglang").hint(
+                "the keyed pattern shares source pages by block hash already: use --trace synthetic:tokens=N,shared",
+            ));
         }
         let requests = TraceSource::open(args.trace.as_deref())?.first(args.requests)?;
         if requests.len() < args.requests {

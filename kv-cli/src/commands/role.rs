@@ -19,7 +19,8 @@ const DEFAULT_POOL_MIB: u64 = 1024;
 /// Run it.
 pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: PatternArg) -> Result<ExitCode> {
     if args.worker {
-        return worker::run_stdio(&BuiltIn).map(|()| ExitCode::SUCCESS);
+        // The scheduler got the error as an event and is the one to print it.
+        return Ok(worker::run_stdio(&BuiltIn).map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS));
     }
     let shape = Shape { tp: args.tp_size, pp: args.pp_size, ..Shape::default() };
     let rank = Rank { tp: args.tp_rank, pp: args.pp_rank, ..Rank::default() };

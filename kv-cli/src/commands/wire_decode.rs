@@ -61,7 +61,8 @@ fn parse(text: &str, name: &str) -> Result<Vec<Vec<Bytes>>> {
     let mut frames = Vec::new();
     for (i, line) in text.lines().enumerate() {
         let at = |what: String| {
-            CliError::new(format!("{name}:{}: {what}", i + 1)).hint("write frames as hex, or as a JSON array of hex strings")
+            CliError::new(format!("{name}:{}: {what}", i + 1))
+                .hint("write frames as hex, or as a JSON array of hex strings")
         };
         let line = line.trim();
         if line.starts_with('#') {
@@ -110,8 +111,7 @@ mod tests {
     fn reads_lines_and_arrays() {
         let text = "# two messages\n4e 69\n\"\"\n\n[\"0xff\", \"\"]\n01\n";
         let frame = |bytes: &'static [u8]| Bytes::from_static(bytes);
-        let want =
-            vec![vec![frame(b"Ni"), frame(b"")], vec![frame(b"\xff"), frame(b"")], vec![frame(b"\x01")]];
+        let want = vec![vec![frame(b"Ni"), frame(b"")], vec![frame(b"\xff"), frame(b"")], vec![frame(b"\x01")]];
         assert_eq!(parse(text, "f").unwrap(), want);
     }
 
