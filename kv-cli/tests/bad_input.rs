@@ -1,5 +1,7 @@
 //! Bad input to the program: one clear line on standard error, a non-zero exit, nothing on standard output.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
 use std::io::Write as _;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
