@@ -66,6 +66,24 @@ impl KvMemory {
         Ok(Self { base, len, pages, geometry, form })
     }
 
+    /// Have the kernel give every page of the mapping its memory now, so that no first touch falls into a measured
+    /// transfer. Call it before anyone else uses the memory.
+    pub fn populate(&self) {
+        // Linux 5.14. Much faster than touching: one call, no trap per page.
+        const MADV_POPULATE_WRITE: libc::c_int = 23;
+        // SAFETY: exactly our mapping; contents stay as they are.
+        if unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, MADV_POPULATE_WRITE) } == 0 {
+            return;
+        }
+        for offset in (0..self.len).step_by(4096) {
+            // SAFETY: inside the mapping; a volatile read and write of the same byte, before anyone else uses it.
+            unsafe {
+                let byte = self.base.as_ptr().add(offset);
+                byte.write_volatile(byte.read_volatile());
+            }
+        }
+    }
+
     /// What the rank holds of a page.
     pub fn geometry(&self) -> &RankGeometry {
         &self.geometry
@@ -167,6 +185,7 @@ mod tests {
         let (pattern, source) = (Pattern::Keyed { seed: 1 }, PageSource { id: 5, first_token: 64 });
         // SAFETY: this thread has the only access.
         unsafe {
+            memory.populate();
             assert_eq!(memory.fill(pattern, 2, source), memory.geometry().page_bytes());
             assert_eq!(memory.verify(pattern, 2, source), Ok(()));
             assert!(memory.verify(pattern, 1, source).is_err());

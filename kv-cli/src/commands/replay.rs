@@ -19,8 +19,8 @@ use crate::report::Recorder;
 use crate::shape::{Rank, Shape};
 use crate::trace::TraceSource;
 
-/// How long a rank may take from its start until it is ready for peers.
-pub const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a rank may take from its start until it is ready for peers: first touch of its memory is most of it.
+pub const START_TIMEOUT: Duration = Duration::from_secs(180);
 /// No news at all for this long ends a run: longer than every timeout of a room.
 const STALL: Duration = Duration::from_secs(420);
 

@@ -131,6 +131,7 @@ impl Worker {
     fn start(factory: &dyn EngineFactory, config: &WorkerConfig, emit: &mut Emit<'_>) -> Result<Self> {
         let geometry = config.model.rank_geometry(config.shape, config.rank)?;
         let memory = Arc::new(KvMemory::new(geometry, config.pool_pages)?);
+        memory.populate();
         let (side, bootstrap) = match config.role {
             Role::Prefill => {
                 let start = factory.prefill(config, Arc::clone(&memory))?;

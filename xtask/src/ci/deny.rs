@@ -29,7 +29,7 @@ pub fn advisories() -> Result<Step> {
     if let Err(e) = sh::output(Command::new(&tool).args(["fetch", "db"])) {
         return Ok(Step::Skipped(format!("the advisory database cannot be fetched here: {e}")));
     }
-    sh::run(Command::new(&tool).args(["--all-features", "check", "--disable-fetch", "advisories"]))?;
+    sh::run(Command::new(&tool).args(["--offline", "--all-features", "check", "advisories"]))?;
     Ok(Step::passed())
 }
 
