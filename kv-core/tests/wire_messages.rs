@@ -1,5 +1,8 @@
 //! What holds for every message and for no message at all: round trips, random frames, bounds (R-H1, R-H2).
 
+// Helpers outside `#[test]` functions may panic as well: they are part of the tests.
+#![allow(clippy::unwrap_used)]
+
 #[path = "wire/properties.rs"]
 mod properties;
 #[path = "wire/robustness.rs"]

@@ -57,7 +57,8 @@ fn registration(dialect: &'static str) -> impl Strategy<Value = Registration> {
             true => Buffers::Descriptors(some(&blobs, addrs.len())),
             false => Buffers::Addrs(addrs.to_vec()),
         };
-        let kind = |addr: &u64| if addr % 2 == 0 { MemoryKind::Dram } else { MemoryKind::Vram { device: gpu } };
+        let kind =
+            |addr: &u64| if addr.is_multiple_of(2) { MemoryKind::Dram } else { MemoryKind::Vram { device: gpu } };
         let kv_item_len = kv.first().map_or(0, |addr| addr >> 3);
         let with_regions = nixl && with_kinds;
         let component = |(tensors, known, dims, layer_ids): State| StateComponent {

@@ -22,7 +22,7 @@ fn cat_f61_bad_messages_then_a_good_one() {
         (&[b"-1", b"10.0.0.7", b"41234", b"d", b"", b"0", b"1"], BadInteger),
         (&[huge, b"10.0.0.7", b"41234", b"d", b"", b"0", b"1"], BadInteger),
         (&[b"42", b"tcp://*;10.0.0.7", b"41234", b"d", b"", b"0", b"1"], BadText),
-        (&[b"42", b"10.0.0.7", b"65536", b"d", b"", b"0", b"1"], TooLarge),
+        (&[b"42", b"10.0.0.7", b"65536", b"d", b"", b"0", b"1"], BadInteger),
         (&[b"42", b"10.0.0.7", b"41234", b"d\0", b"", b"0", b"1"], BadText),
         (&[b"42", b"10.0.0.7", b"41234", b"d", b"\xff\xff\xff\xff", b"0", b"1"], BadInteger),
         (&[b"42", b"10.0.0.7", b"41234", b"d", b"\0\0\0", b"0", b"1"], BadArray),
@@ -209,6 +209,26 @@ fn cat_f70_metadata_of_15_000_pages_is_small() {
         assert!(bytes < 128_000, "{}: {bytes} bytes", dialect.name());
         assert!(bytes >= 60_000, "the pages are really in it");
         assert_eq!(to_prefill(dialect, &frames), ToPrefill::Metadata(sent));
+    }
+}
+
+#[test]
+fn r_h1_messages_of_older_peers_end_early() {
+    for (dialect, registration, metadata) in [("nixl", 13, 8), ("mooncake", 10, 8), ("mori", 12, 7)] {
+        let dialect = built_in(dialect).unwrap();
+        let long = [
+            (dialect.encode_registration(&minimal_registration(dialect.name())).unwrap(), registration),
+            (dialect.encode_metadata(&request()).unwrap(), metadata),
+        ];
+        for (frames, min) in long {
+            for count in 0..=frames.len() {
+                let read = dialect.parse_to_prefill(&frames[..count], &Limits::default());
+                match read {
+                    Ok(_) => assert!(count >= min, "{count} frames read"),
+                    Err(error) => assert!(count < min && error.kind == WireErrorKind::TooShort, "{count}: {error}"),
+                }
+            }
+        }
     }
 }
 
