@@ -32,7 +32,7 @@ pub use sender::{KvSender, SendOptions};
 use std::os::fd::RawFd;
 use std::sync::{Arc, OnceLock};
 
-use crate::control::WakeFd;
+use crate::control::wake::WakeFd;
 use crate::engine::{EventQueue, RoomEvent};
 use crate::ids::Room;
 use crate::poll::KvPoll;
