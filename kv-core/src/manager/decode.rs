@@ -71,7 +71,7 @@ impl DecodeManager {
         let control_error = |e: &dyn std::fmt::Display| ManagerError::Control(e.to_string());
         let context = ZmqContext::new(&config.limits).map_err(|e| control_error(&e))?;
         let (inbox, endpoint) = ZmqInbox::bind(&context, &host, &config.limits).map_err(|e| control_error(&e))?;
-        let mut outbox = ZmqOutbox::new(&context, PushRole::DecodeToPrefill, &config.limits);
+        let mut outbox = ZmqOutbox::new(&context, PushRole::ToPrefill, &config.limits);
 
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         // Decode's steps never block: it posts nothing.

@@ -96,7 +96,7 @@ impl PrefillManager {
         let control_error = |e: &dyn std::fmt::Display| ManagerError::Control(e.to_string());
         let context = ZmqContext::new(&config.limits).map_err(|e| control_error(&e))?;
         let (inbox, endpoint) = ZmqInbox::bind(&context, &host, &config.limits).map_err(|e| control_error(&e))?;
-        let mut outbox = ZmqOutbox::new(&context, PushRole::PrefillToDecode, &config.limits);
+        let mut outbox = ZmqOutbox::new(&context, PushRole::ToDecode, &config.limits);
 
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         let engine = Engine::new(!transport.capabilities().submit_blocks, clock)?;

@@ -107,7 +107,11 @@ impl<S: Step> Engine<S> {
     /// Hand over a command. Never blocks for longer than one step of the shard.
     pub(super) fn submit(&self, command: S::Command) {
         lock(&self.queue).push(command);
-        if self.inline { self.run_inline() } else { self.wake.wake() }
+        if self.inline {
+            self.run_inline();
+        } else {
+            self.wake.wake();
+        }
     }
 
     /// Hand over a command from a thread that must not run the shard (it is called by the shard, or by a runtime).

@@ -356,14 +356,7 @@ impl SenderRoom {
         }
     }
 
-    fn outcome(
-        &mut self,
-        now: Timestamp,
-        chunk: u32,
-        dest: usize,
-        outcome: Outcome,
-        out: &mut Vec<SenderEffect>,
-    ) {
+    fn outcome(&mut self, now: Timestamp, chunk: u32, dest: usize, outcome: Outcome, out: &mut Vec<SenderEffect>) {
         let Some(p) = self.progress_mut(chunk, dest) else { return };
         let Progress::Posted(op) = *p else { return };
         let error = match outcome {

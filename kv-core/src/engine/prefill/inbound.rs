@@ -115,7 +115,13 @@ impl PrefillShard {
         self.fail_rooms_of(now, name, reason, control);
     }
 
-    pub(super) fn fail_rooms_of(&mut self, now: Timestamp, name: &Arc<str>, reason: &str, control: &mut dyn ControlPlane) {
+    pub(super) fn fail_rooms_of(
+        &mut self,
+        now: Timestamp,
+        name: &Arc<str>,
+        reason: &str,
+        control: &mut dyn ControlPlane,
+    ) {
         let rooms: Vec<RoomKey> = self
             .rooms
             .iter()
@@ -182,7 +188,10 @@ impl PrefillShard {
     pub(super) fn usable(&mut self, now: Timestamp, name: &str) -> Result<(), Arc<str>> {
         let Some(peer) = self.peers.get_mut(name) else {
             self.stats.messages_stale.inc();
-            return Err(format!("decode {name:?} is not registered with this prefill rank: register, then send metadata").into());
+            return Err(format!(
+                "decode {name:?} is not registered with this prefill rank: register, then send metadata"
+            )
+            .into());
         };
         peer.last_used = now;
         match &peer.link {
@@ -190,7 +199,8 @@ impl PrefillShard {
             Link::Refused(reason) => Err(reason.clone()),
             Link::Down { reason, retry_at, .. } if *retry_at > now => {
                 let secs = retry_at.since(now).as_secs_f64();
-                Err(format!("decode {} is lost ({reason}); tried again in {secs:.1}s", peer.registration.endpoint).into())
+                Err(format!("decode {} is lost ({reason}); tried again in {secs:.1}s", peer.registration.endpoint)
+                    .into())
             }
             Link::Down { .. } => {
                 let name: Arc<str> = name.into();

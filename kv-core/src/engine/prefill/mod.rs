@@ -29,7 +29,9 @@ use crate::plan::{Planner, WritePlan, dst_slice};
 use crate::poll::KvPoll;
 use crate::room::{ChunkSpec, Destination, Failure, SenderEffect, SenderEvent, SenderPolicy, SenderRoom};
 use crate::time::Timestamp;
-use crate::transport::{Lane, LaneEvent, Outcome, PeerDescriptor, SubmitError, TransportError, TransportErrorKind, WriteOp};
+use crate::transport::{
+    Lane, LaneEvent, Outcome, PeerDescriptor, SubmitError, TransportError, TransportErrorKind, WriteOp,
+};
 use crate::wire::{Abort, AbortAck, KvStatus, Metadata, Registration, ToPrefill};
 
 new_key_type! { pub(crate) struct RoomKey; }

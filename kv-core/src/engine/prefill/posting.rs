@@ -106,16 +106,15 @@ impl PrefillShard {
 }
 
 /// KV pages of the chunk, and with the last chunk the aux row.
-fn make_plan(
-    planner: &mut Planner,
-    pairing: &Pairing,
-    spec: &ChunkSpec,
-    d: &Destination,
-) -> Result<WritePlan, String> {
+fn make_plan(planner: &mut Planner, pairing: &Pairing, spec: &ChunkSpec, d: &Destination) -> Result<WritePlan, String> {
     let slice = (u64::from(spec.index_slice.start), u64::from(spec.index_slice.end));
     let pages = dst_slice(&d.pages, slice, &spec.pages).map_err(|e| e.to_string())?;
     if pages.truncated > 0 {
-        tracing::warn!("decode {} announced {} pages fewer than are sent; those are not written", d.endpoint, pages.truncated);
+        tracing::warn!(
+            "decode {} announced {} pages fewer than are sent; those are not written",
+            d.endpoint,
+            pages.truncated
+        );
     }
     let mut plan = planner.plan_chunk(pairing, pages.src, pages.dst).map_err(|e| e.to_string())?;
     if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last, spec.aux_index, d.aux_index) {
