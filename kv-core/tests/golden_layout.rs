@@ -12,7 +12,7 @@ use kv_core::layout::{
 use kv_core::limits::Limits;
 use kv_core::memory::MemoryKind;
 use kv_core::net::Endpoint;
-use kv_core::plan::{PlanError, Planner, Side};
+use kv_core::plan::{PlanError, Planner, Side, WritePlan};
 use kv_core::wire::message::{Buffers, Registration, StateComponent};
 use support::*;
 
@@ -51,6 +51,10 @@ fn r_a4_cat_f72_each_flipped_field_is_refused_by_name() {
     assert_eq!(
         refusal(mha(1), |r| r.attn_tp_size = 2),
         LayoutError::NotSupported { what: Unsupported::HeadSlices, ours: 1, theirs: 2 }
+    );
+    assert_eq!(
+        text(refusal(LayoutSpec { engine_rank: 5, ..mha(4) }, |r| (r.attn_tp_size, r.engine_rank) = (4, 6))),
+        "attention TP rank differs: ours 1, the peer's 2"
     );
     assert_eq!(refusal(mha(3), |r| r.attn_tp_size = 2), LayoutError::TpIndivisible { ours: 3, theirs: 2 });
     assert_eq!(refusal(mla(3), |r| r.attn_tp_size = 2), LayoutError::TpIndivisible { ours: 3, theirs: 2 });
@@ -235,6 +239,12 @@ fn unknown_slots_are_ours_or_the_backends_to_check() {
     let said = Pairing::new(&layout, &said).unwrap();
     assert_eq!(planner.plan_chunk(&said, &[15], &[100]), Err(outside(100, 100)));
     assert!(planner.plan_chunk(&said, &[15], &[99]).is_ok());
+}
+
+#[test]
+fn a_rank_without_kv_entries_moves_no_pages() {
+    let pairing = Pairing::new(&local(&[], &[], 4, mla(1)), &peer(&registration(&DST, 64, &[]))).unwrap();
+    assert_eq!(Planner::new().plan_chunk(&pairing, &[1, 2], &[3, 4]), Ok(WritePlan::default()));
 }
 
 #[test]

@@ -3,6 +3,9 @@
 //! Each file has a test of its own; a record that nothing handles fails it, and the number of records exercised must be
 //! the number in the file. Where the vectors record a fault of 0.5.23, the test says how ours differs and why.
 
+// Helpers outside `#[test]` functions may panic as well: they are part of the tests.
+#![allow(clippy::unwrap_used)]
+
 #[path = "golden_wire/common.rs"]
 mod common;
 #[path = "golden_wire/mooncake.rs"]

@@ -339,7 +339,8 @@ fn registration_is_tried_again_until_the_server_answers() {
 
 #[test]
 fn answers_that_make_no_sense_are_typed_errors() {
-    let answers: [(&str, fn(&RegistryError) -> bool); 6] = [
+    type Expected = fn(&RegistryError) -> bool;
+    let answers: [(&str, Expected); 6] = [
         ("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{]", |e| matches!(e, RegistryError::Malformed(_))),
         ("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", |e| matches!(e, RegistryError::Malformed(_))),
         ("HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}", |e| matches!(e, RegistryError::Unreachable(_))),

@@ -197,7 +197,7 @@ proptest! {
 
     /// Bad page numbers on either side never give a span outside, and are never planned in part.
     #[test]
-    fn r_h2_no_span_leaves_what_was_registered(
+    fn r_h2_cat_f48_no_span_leaves_what_was_registered(
         src_slots in 1u64..20, dst_slots in 1u64..20, item_len in 1u64..40,
         pages in vec((page(), page()), 0..12),
     ) {

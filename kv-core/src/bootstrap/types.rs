@@ -487,7 +487,7 @@ pub enum RegistryError {
 
 /// A directory of prefill ranks. `addr` is the server's `host:port`, IPv6 bracketed.
 ///
-/// [`HttpRegistry`](super::client::HttpRegistry) speaks to SGLang's bootstrap server or ours; something else, such as
+/// `HttpRegistry` (feature `bootstrap`) speaks to SGLang's bootstrap server or ours; something else, such as
 /// a key-value store, can stand in.
 #[async_trait]
 pub trait Registry: Send + Sync {

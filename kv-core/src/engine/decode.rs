@@ -204,7 +204,8 @@ impl DecodeShard {
         let room = shared.room();
         let machine = ReceiverRoom::new(room, self.config.policy.clone());
         let addr = bootstrap_addr.clone();
-        let entry = Entry { room: machine, shared, bootstrap_addr: addr, armed: None, generation: None, reported: false };
+        let entry =
+            Entry { room: machine, shared, bootstrap_addr: addr, armed: None, generation: None, reported: false };
         let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);
         self.stats.rooms_created.inc();
@@ -400,7 +401,10 @@ impl DecodeShard {
         let failed = |contacted, error: String| ReceiverEvent::Published { contacted, error: Some(error) };
         let Some(e) = self.rooms.get(key) else { return failed(0, "the room is gone".into()) };
         let Some(peers) = e.room.peers() else {
-            return failed(0, format!("Could not fetch prefill parallel info from bootstrap_addr: {}", e.bootstrap_addr));
+            return failed(
+                0,
+                format!("Could not fetch prefill parallel info from bootstrap_addr: {}", e.bootstrap_addr),
+            );
         };
         let mut messages: [Option<Multipart>; 2] = [None, None];
         for (i, record) in peers.records.iter().enumerate() {

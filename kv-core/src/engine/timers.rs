@@ -38,16 +38,6 @@ impl<K: Ord + Copy> Timers<K> {
         }
         self.heap.pop().map(|Reverse((_, k))| k)
     }
-
-    /// Entries held, stale ones included.
-    pub fn len(&self) -> usize {
-        self.heap.len()
-    }
-
-    /// Whether there is none.
-    pub fn is_empty(&self) -> bool {
-        self.heap.is_empty()
-    }
 }
 
 impl<K: Ord + Copy> Default for Timers<K> {

@@ -120,6 +120,13 @@ fn check_parallelism(local: &LocalLayout, peer: &PeerLayout) -> Result<(), Layou
     if ours != theirs && spec.attention == AttentionKind::Mha {
         return Err(LayoutError::NotSupported { what: Unsupported::HeadSlices, ours, theirs });
     }
+    if spec.attention == AttentionKind::Mha {
+        // Heads are split over TP: a rank may only write to the rank that has the same ones.
+        let (ours, theirs) = (spec.engine_rank % ours, peer.engine_rank % ours);
+        if ours != theirs {
+            return Err(mismatch("attention TP rank", ours, theirs));
+        }
+    }
     let (ours, theirs) = (spec.dcp_size, peer.dcp_size);
     if ours == theirs {
         if spec.dcp_rank != peer.dcp_rank {

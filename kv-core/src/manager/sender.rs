@@ -46,6 +46,25 @@ impl KvSender {
         Self { manager, shared, cursor: Mutex::default(), cleared: AtomicBool::new(false), fake }
     }
 
+    /// Wait until enough decodes have said where the KV goes (WaitingForInput), or the room failed. Sending does not
+    /// need it: chunks sent before wait for it.
+    pub async fn ready(&self) -> KvPoll {
+        self.shared.wait_for(|s| s.poll() != KvPoll::Bootstrapping).await;
+        self.poll()
+    }
+
+    /// As [`ready`](Self::ready), blocking, for at most this long.
+    pub fn ready_timeout(&self, timeout: Duration) -> KvPoll {
+        self.shared.wait_for_timeout(timeout, |s| s.poll() != KvPoll::Bootstrapping);
+        self.poll()
+    }
+
+    /// Tokens of the request that decode already has, a whole number of pages: send from there on. Known from
+    /// WaitingForInput on; 0 before.
+    pub fn decode_prefix_len(&self) -> u64 {
+        self.shared.decode_prefix_len()
+    }
+
     /// Say how many pages will be sent in all, and which metadata slot goes with the last chunk.
     ///
     /// # Errors

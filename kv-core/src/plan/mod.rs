@@ -102,6 +102,11 @@ impl WritePlan {
         Self { groups: groups.into_iter().filter(|g| !g.entries.is_empty() && !g.runs.is_empty()).collect() }
     }
 
+    /// Write `other` as well, in the same op.
+    pub fn append(&mut self, other: Self) {
+        self.groups.extend(other.groups);
+    }
+
     /// Its groups, in order.
     pub fn groups(&self) -> &[PlanGroup] {
         &self.groups

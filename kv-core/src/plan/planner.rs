@@ -34,15 +34,16 @@ impl Planner {
         src_pages: &[i32],
         dst_pages: &[i32],
     ) -> Result<WritePlan, PlanError> {
-        let (src_bound, dst_bound) = pairing.kv_bounds();
-        check_pages(Side::Source, src_pages, src_bound)?;
-        check_pages(Side::Destination, dst_pages, dst_bound)?;
         if src_pages.len() != dst_pages.len() {
             return Err(PlanError::UnequalLengths { src: src_pages.len(), dst: dst_pages.len() });
         }
+        // A rank without KV entries of its own still counts pages.
         if src_pages.is_empty() || pairing.kv().is_empty() {
             return Ok(WritePlan::default());
         }
+        let (src_bound, dst_bound) = pairing.kv_bounds();
+        check_pages(Side::Source, src_pages, src_bound)?;
+        check_pages(Side::Destination, dst_pages, dst_bound)?;
         self.runs.clear();
         push_runs(src_pages, dst_pages, &mut self.runs);
         Ok(WritePlan::new([PlanGroup { entries: Arc::clone(pairing.kv()), runs: self.runs.as_slice().into() }]))

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::ids::OpId;
-use crate::time::Timestamp;
 
 /// What a chunk is made of.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,15 +80,14 @@ pub struct Chunk {
     pub(super) attempt: u32,
     pub(super) spec: ChunkSpec,
     pub(super) source_ready: bool,
-    pub(super) enqueued: Timestamp,
     /// One entry per destination; empty until the chunk starts.
     pub(super) progress: SmallVec<[Progress; 1]>,
 }
 
 impl Chunk {
-    pub(super) fn new(id: u32, spec: ChunkSpec, enqueued: Timestamp) -> Self {
+    pub(super) fn new(id: u32, spec: ChunkSpec) -> Self {
         let source_ready = !spec.has_wait_event;
-        Self { id, attempt: 0, spec, source_ready, enqueued, progress: SmallVec::new() }
+        Self { id, attempt: 0, spec, source_ready, progress: SmallVec::new() }
     }
 
     /// Number within the room.

@@ -160,6 +160,11 @@ impl SenderRoom {
         self.failure.as_ref()
     }
 
+    /// Tokens decode already has: the first length any of them named. Known from WaitingForInput on.
+    pub fn decode_prefix_len(&self) -> u64 {
+        self.destinations.iter().find_map(|d| d.decode_prefix_len).unwrap_or(0)
+    }
+
     /// Where it goes.
     pub fn destinations(&self) -> &[Destination] {
         &self.destinations
@@ -305,7 +310,7 @@ impl SenderRoom {
         self.saw_last = spec.is_last;
         self.first_enqueue.get_or_insert(now);
         self.last_enqueue = Some(now);
-        self.queue.push_back(Chunk::new(self.next_chunk, spec, now));
+        self.queue.push_back(Chunk::new(self.next_chunk, spec));
         self.next_chunk += 1;
         self.pump(now, out);
     }
@@ -356,14 +361,7 @@ impl SenderRoom {
         }
     }
 
-    fn outcome(
-        &mut self,
-        now: Timestamp,
-        chunk: u32,
-        dest: usize,
-        outcome: Outcome,
-        out: &mut Vec<SenderEffect>,
-    ) {
+    fn outcome(&mut self, now: Timestamp, chunk: u32, dest: usize, outcome: Outcome, out: &mut Vec<SenderEffect>) {
         let Some(p) = self.progress_mut(chunk, dest) else { return };
         let Progress::Posted(op) = *p else { return };
         let error = match outcome {
