@@ -147,6 +147,9 @@ pub struct RoleArgs {
     /// Address that the other side reaches this rank at.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: String,
+    /// How long to wait for the registry to come up, seconds.
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    pub connect_timeout: u64,
     /// TP size of this side.
     #[arg(long, default_value_t = 1)]
     pub tp_size: u32,

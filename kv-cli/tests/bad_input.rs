@@ -59,6 +59,17 @@ fn a_port_in_use() {
 }
 
 #[test]
+fn an_unreachable_bootstrap() {
+    // A port that was just free, and that nobody listens on.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let e = error(&["decode", "--bootstrap", &at, "--connect-timeout", "0"]);
+    assert!(e.contains(&format!("the bootstrap server at {at} cannot be reached")), "{e}");
+    let e = error(&["prefill", "--bootstrap", "nonsense"]);
+    assert!(e.contains("--bootstrap nonsense is no HOST:PORT"), "{e}");
+}
+
+#[test]
 fn an_unknown_transport() {
     let e = error(&["replay", "--transport", "pigeon", "--requests", "1", "--pool-mib", "64"]);
     assert!(e.contains("transport 'pigeon' is not built into this program"), "{e}");
