@@ -86,7 +86,7 @@ impl Link {
         }
     }
 
-    /// Read what the monitor has. Never blocks; about 0.3 us when there is nothing.
+    /// Read what the monitor has. Never blocks; costs one non-blocking receive when there is nothing.
     pub fn look(&mut self, role: PushRole) -> Seen {
         let mut frame = zmq::Message::new();
         loop {
