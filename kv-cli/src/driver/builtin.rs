@@ -39,7 +39,8 @@ fn tcp(config: &WorkerConfig) -> Result<Backend> {
         Ok(ip) => TcpConfig { bind: (ip, 0).into(), ..TcpConfig::default() },
         Err(_) => TcpConfig::default(),
     };
-    let transport = TcpTransport::new(tcp).map_err(|e| CliError::new(format!("cannot start the tcp transport: {e}")))?;
+    let transport =
+        TcpTransport::new(tcp).map_err(|e| CliError::new(format!("cannot start the tcp transport: {e}")))?;
     Ok(Backend { transport: Arc::new(transport), hooks: Arc::new(kv_transfer::hooks::TcpHooks::new()) })
 }
 

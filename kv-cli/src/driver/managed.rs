@@ -220,7 +220,11 @@ impl PrefillEngine for ManagedPrefill {
                         let latency = open.handle.transfer_latency().map_or(Duration::ZERO, |l| l.0);
                         let skip = open.prefix_tokens / self.page_tokens;
                         self.rows.give_back(open.slot);
-                        out.push(EngineEvent::Done { room, latency, pages: (open.pages.len() as u64).saturating_sub(skip) });
+                        out.push(EngineEvent::Done {
+                            room,
+                            latency,
+                            pages: (open.pages.len() as u64).saturating_sub(skip),
+                        });
                     }
                 }
                 KvPoll::Failed => {

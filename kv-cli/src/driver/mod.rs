@@ -14,7 +14,9 @@ pub mod engine;
 pub mod fleet;
 #[cfg(test)]
 pub mod loopback;
+pub mod managed;
 pub mod protocol;
+pub mod rows;
 pub mod scheduler;
 #[cfg(test)]
 mod tests;

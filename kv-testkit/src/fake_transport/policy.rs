@@ -53,7 +53,7 @@ pub enum Policy {
 }
 
 impl Policy {
-    /// A closure looks at each op.
+    /// A closure looks at each op. It must not call the fabric, which is locked meanwhile.
     pub fn by(decide: impl FnMut(&OpInfo) -> Verdict + Send + 'static) -> Self {
         Self::By(Box::new(decide))
     }
