@@ -8,14 +8,20 @@
 pub mod bootstrap;
 pub mod control;
 pub mod directory;
+pub mod engine;
 pub mod error;
+pub mod event;
+pub mod hooks;
 pub mod ids;
 pub mod layout;
 pub mod limits;
+#[cfg(all(feature = "control", feature = "bootstrap"))]
+pub mod manager;
 pub mod memory;
 pub mod net;
 pub mod plan;
 pub mod poll;
+pub mod room;
 pub mod time;
 pub mod topology;
 pub mod transport;

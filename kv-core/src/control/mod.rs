@@ -1,15 +1,27 @@
 //! The control plane seam: whole multipart messages to and from named endpoints.
 
+#[cfg(feature = "control")]
+pub mod local_ip;
+#[cfg(feature = "control")]
+mod nic;
+#[cfg(feature = "control")]
+pub mod wake;
+#[cfg(feature = "control")]
+pub mod zmq;
+
 use bytes::Bytes;
 use smallvec::SmallVec;
 
 use crate::net::Endpoint;
+use crate::time::Timestamp;
 
 /// The frames of one message. One message is one event.
 pub type Multipart = SmallVec<[Bytes; 12]>;
 
 /// What a control plane reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
+// Nearly every event is a message, held for a moment in a reused vector: a box would cost an allocation for each.
+#[allow(clippy::large_enum_variant)]
 pub enum ControlEvent {
     /// A whole message arrived. Messages carry no sender; what they claim is inside.
     Message(Multipart),
@@ -49,4 +61,11 @@ pub trait ControlPlane: Send {
 
     /// Forget an endpoint: its connection is closed and not tried again.
     fn close(&mut self, endpoint: &Endpoint);
+
+    /// Slow housekeeping: look at idle connections, give up on ones that never came up. Cheap when nothing is due.
+    /// Returns when it wants to be called next; `None` when there is nothing to look at.
+    fn tick(&mut self, now: Timestamp) -> Option<Timestamp> {
+        let _ = now;
+        None
+    }
 }

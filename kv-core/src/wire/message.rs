@@ -304,4 +304,6 @@ pub enum WireErrorKind {
     TooLarge,
     /// Frames contradict each other.
     Inconsistent,
+    /// The dialect cannot say this (when encoding).
+    Unsupported,
 }

@@ -1,0 +1,214 @@
+//! One PUSH socket and the monitor that tells whether its connection lives.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use zmq_sys as sys;
+
+use super::context::Socket;
+use super::outbox::{LINGER_MS, PushRole};
+use super::resolve::Target;
+use super::{ZmqContext, ZmqError};
+use crate::control::Multipart;
+
+/// How a message went.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Push {
+    /// Whole, in the queue.
+    Taken,
+    /// Nothing of it: the queue is full, or there is no connection to queue for.
+    Full,
+    /// The connection broke between two frames. libzmq took the first ones back, and would now swallow frames up to
+    /// the end of the next message: the socket must be closed.
+    Torn(String),
+}
+
+/// What the monitor says.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Seen {
+    Alive,
+    Lost(String),
+}
+
+pub(super) struct Link {
+    push: Socket,
+    monitor: Socket,
+    up: bool,
+}
+
+/// TCP keepalive as in protocol section 4: a peer that vanished is noticed after about 45 s.
+pub(super) fn set_keepalive(socket: &Socket) -> Result<(), zmq::Error> {
+    socket.set_tcp_keepalive(1)?;
+    socket.set_tcp_keepalive_idle(30)?;
+    socket.set_tcp_keepalive_intvl(5)?;
+    socket.set_tcp_keepalive_cnt(3)
+}
+
+impl Link {
+    /// Start to connect. The socket takes messages at once.
+    pub fn connect(
+        context: &ZmqContext,
+        role: PushRole,
+        target: &Target,
+        port: u16,
+        max_queue: i32,
+    ) -> Result<Self, ZmqError> {
+        let push = context.socket(sys::ZMQ_PUSH).map_err(|e| ZmqError::system("create a PUSH socket", e))?;
+        set_options(&push, role, target.ipv6, max_queue).map_err(|e| ZmqError::system("set PUSH options", e))?;
+        let monitor = watch(context, &push, role).map_err(|e| ZmqError::system("monitor a PUSH socket", e))?;
+        push.connect(&format!("tcp://{}:{port}", target.text)).map_err(|e| ZmqError::system("connect", e))?;
+        Ok(Self { push, monitor, up: false })
+    }
+
+    /// Queue all frames or none.
+    ///
+    /// libzmq counts its high-water mark in whole messages, so a full queue refuses the first frame and never a later
+    /// one. Only the end of the connection on a socket that does not reconnect comes between two frames: then a later
+    /// one fails, or the rest is taken and discarded by libzmq; the monitor reports the loss in both cases.
+    pub fn push(&mut self, message: &Multipart) -> Push {
+        let last = message.len().saturating_sub(1);
+        for (i, frame) in message.iter().enumerate() {
+            if let Err(refused) = self.push_frame(frame, i == 0, i < last) {
+                return refused;
+            }
+        }
+        Push::Taken
+    }
+
+    fn push_frame(&self, frame: &[u8], first: bool, more: bool) -> Result<(), Push> {
+        let flags = if more { zmq::DONTWAIT | zmq::SNDMORE } else { zmq::DONTWAIT };
+        loop {
+            match self.push.send(frame, flags) {
+                Ok(()) => return Ok(()),
+                Err(zmq::Error::EINTR) => {}
+                Err(zmq::Error::EAGAIN) if first => return Err(Push::Full),
+                Err(e) => return Err(Push::Torn(format!("the connection broke within a message: {e}"))),
+            }
+        }
+    }
+
+    /// Read what the monitor has. Never blocks; costs one non-blocking receive when there is nothing.
+    pub fn look(&mut self, role: PushRole) -> Seen {
+        let mut frame = zmq::Message::new();
+        loop {
+            match self.monitor.recv(&mut frame, zmq::DONTWAIT) {
+                Ok(()) => {}
+                Err(zmq::Error::EINTR) => continue,
+                Err(zmq::Error::EAGAIN) => return Seen::Alive,
+                Err(e) => return Seen::Lost(format!("the monitor broke: {e}")),
+            }
+            // Two frames an event: number (u16) and value (u32) in native order, then the address.
+            let event = frame.first_chunk().filter(|_| frame.get_more()).map(|b| u32::from(u16::from_ne_bytes(*b)));
+            let lost = match event {
+                Some(sys::ZMQ_EVENT_HANDSHAKE_SUCCEEDED) => {
+                    self.up = true;
+                    continue;
+                }
+                Some(sys::ZMQ_EVENT_DISCONNECTED) => "the peer closed the connection",
+                Some(sys::ZMQ_EVENT_CLOSED) => "the connection was refused",
+                _ => continue,
+            };
+            self.up = false;
+            if role == PushRole::ToDecode {
+                return Seen::Lost(lost.to_owned());
+            }
+        }
+    }
+
+    /// Whether the connection was established at the last [`look`](Self::look).
+    pub fn is_up(&self) -> bool {
+        self.up
+    }
+
+    /// Whether the queue takes a message.
+    pub fn has_room(&self) -> bool {
+        self.push.get_events().is_ok_and(|events| events.contains(zmq::POLLOUT))
+    }
+
+    /// The peer is gone: do not wait for the queue to empty when closed.
+    pub fn abandon(&self) {
+        // Can only fail on a closed socket.
+        let _ = self.push.set_linger(0);
+    }
+}
+
+fn set_options(socket: &Socket, role: PushRole, ipv6: bool, max_queue: i32) -> Result<(), zmq::Error> {
+    socket.set_ipv6(ipv6)?;
+    socket.set_sndhwm(max_queue)?;
+    socket.set_linger(LINGER_MS)?;
+    match role {
+        PushRole::ToDecode => {
+            socket.set_reconnect_ivl(-1)?;
+            set_keepalive(socket)
+        }
+        // From 100 ms, doubled up to 5 s: a restarted peer is found fast, a dead one is not hammered (F53).
+        PushRole::ToPrefill => socket.set_reconnect_ivl_max(5000),
+    }
+}
+
+fn watch(context: &ZmqContext, push: &Socket, role: PushRole) -> Result<Socket, zmq::Error> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    // Unique in the process, hence in the context.
+    let address = format!("inproc://kv-monitor-{}", NEXT.fetch_add(1, Ordering::Relaxed));
+    let events = sys::ZMQ_EVENT_HANDSHAKE_SUCCEEDED | sys::ZMQ_EVENT_DISCONNECTED;
+    let events = match role {
+        // One attempt, so a descriptor closed before the handshake is its end.
+        PushRole::ToDecode => events | sys::ZMQ_EVENT_CLOSED,
+        PushRole::ToPrefill => events,
+    };
+    push.monitor(&address, events as i32)?;
+    let monitor = context.socket(sys::ZMQ_PAIR)?;
+    // libzmq's I/O thread *waits* for room in a full monitor, which would stop every connection of the context.
+    monitor.set_rcvhwm(0)?;
+    monitor.set_linger(0)?;
+    monitor.connect(&address)?;
+    Ok(monitor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::zmq::ZmqInbox;
+    use crate::limits::Limits;
+
+    fn connected() -> (ZmqInbox, Link) {
+        let limits = Limits::default();
+        let (mut inbox, to) = ZmqInbox::bind(&ZmqContext::new(&limits).unwrap(), "127.0.0.1", &limits).unwrap();
+        let target = Target { text: "127.0.0.1".to_owned(), ipv6: false };
+        let context = ZmqContext::new(&limits).unwrap();
+        let mut link = Link::connect(&context, PushRole::ToDecode, &target, to.port(), 10).unwrap();
+        assert_eq!(link.push(&Multipart::from_iter([bytes::Bytes::from_static(b"hello")])), Push::Taken);
+        inbox.wait(&[], None).unwrap();
+        (inbox, link)
+    }
+
+    fn until(mut done: impl FnMut() -> bool) {
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while !done() {
+            assert!(std::time::Instant::now() < end);
+            std::thread::yield_now();
+        }
+    }
+
+    /// What the doc comments above say about libzmq, so that an update of it cannot change it unnoticed.
+    #[test]
+    fn cat_f63_a_connection_that_ends_within_a_message_ends_the_message() {
+        let (inbox, mut link) = connected();
+        assert_eq!(link.push_frame(b"1", true, true), Ok(()));
+        drop(inbox);
+        until(|| link.look(PushRole::ToDecode) != Seen::Alive);
+        let rest = link.push_frame(b"2", false, false);
+        assert!(matches!(rest, Ok(()) | Err(Push::Torn(_))), "{rest:?}");
+        until(|| !link.has_room());
+        assert_eq!(link.push_frame(b"next", true, false), Err(Push::Full));
+    }
+
+    #[test]
+    fn cat_f53_without_a_connection_nothing_is_taken() {
+        let (inbox, mut link) = connected();
+        drop(inbox);
+        until(|| link.look(PushRole::ToDecode) != Seen::Alive);
+        // Reading its events makes the socket notice at once; `send` looks once a millisecond.
+        until(|| !link.has_room());
+        assert_eq!(link.push_frame(b"1", true, true), Err(Push::Full));
+    }
+}

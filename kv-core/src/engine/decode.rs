@@ -1,0 +1,512 @@
+//! Decode's shard: receiver rooms, registrations, metadata, ABORTs and their ACKs.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use slotmap::{SlotMap, new_key_type};
+
+use super::outgoing::Outgoing;
+use super::timers::Timers;
+use super::{MalformedLog, NextWake, RoomFreed, RoomShared, Stats};
+use crate::control::{ControlEvent, ControlPlane, Multipart};
+use crate::directory::{Directory, DirectoryEvent, DirectoryRequest, PrefillPeers};
+use crate::hooks::ManagerHooks;
+use crate::ids::Room;
+use crate::limits::Limits;
+use crate::net::Endpoint;
+use crate::poll::KvPoll;
+use crate::room::{Failure, PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom};
+use crate::time::Timestamp;
+use crate::wire::{Abort, AbortAck, KvStatus, Metadata, Registration, ToDecode};
+
+new_key_type! { struct RoomKey; }
+
+/// A handle's wishes, and the directory's news.
+#[derive(Debug)]
+pub enum DecodeCommand {
+    /// A receiver was made and its prefill ranks are wanted (`init()`).
+    Create {
+        /// Its room.
+        shared: Arc<RoomShared>,
+        /// `host:port` of prefill's bootstrap server.
+        bootstrap_addr: String,
+        /// From the request, when it names one.
+        prefill_dp_rank: Option<u32>,
+    },
+    /// `send_metadata()`.
+    Publish(Arc<RoomShared>, Box<PublishSpec>),
+    /// `abort()`.
+    Abort(Arc<RoomShared>),
+    /// The room cannot go on, for a reason found outside the shard.
+    Fail(Arc<RoomShared>, Failure),
+    /// `clear()`.
+    Clear(Arc<RoomShared>),
+    /// News from the directory.
+    Directory(DirectoryEvent),
+}
+
+impl std::fmt::Debug for RoomShared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RoomShared({}, {:?})", self.room(), self.poll())
+    }
+}
+
+/// What a decode shard is made with.
+#[derive(Clone)]
+pub struct DecodeShardConfig {
+    /// Bounds.
+    pub limits: Limits,
+    /// Rooms' policy.
+    pub policy: Arc<ReceiverPolicy>,
+    /// Our PULL socket as peers reach it.
+    pub endpoint: Endpoint,
+    /// Our id: agent name or session id.
+    pub name: String,
+    /// Called when a room number is free again.
+    pub freed: RoomFreed,
+    /// Our registration as of now.
+    pub registration: Arc<dyn Fn() -> Registration + Send + Sync>,
+}
+
+struct Entry {
+    room: ReceiverRoom,
+    shared: Arc<RoomShared>,
+    bootstrap_addr: String,
+    armed: Option<Timestamp>,
+    generation: Option<u64>,
+    reported: bool,
+}
+
+/// See the [module](crate::engine).
+pub struct DecodeShard {
+    config: DecodeShardConfig,
+    hooks: Arc<dyn ManagerHooks>,
+    directory: Box<dyn Directory>,
+    rooms: SlotMap<RoomKey, Entry>,
+    by_room: HashMap<Room, RoomKey>,
+    by_generation: HashMap<u64, RoomKey>,
+    resolving: HashMap<u64, RoomKey>,
+    next_token: u64,
+    /// Connection-pool keys we registered with.
+    registered: HashMap<String, Arc<PrefillPeers>>,
+    generation: u64,
+    timers: Timers<RoomKey>,
+    outgoing: Outgoing,
+    work: VecDeque<(RoomKey, ReceiverEvent)>,
+    effects: Vec<ReceiverEffect>,
+    inbox: Vec<ControlEvent>,
+    malformed: MalformedLog,
+    stats: Arc<Stats>,
+}
+
+/// Messages handled in one step.
+const MAX_INBOX: usize = 256;
+
+impl DecodeShard {
+    /// A shard without rooms.
+    pub fn new(
+        config: DecodeShardConfig,
+        hooks: Arc<dyn ManagerHooks>,
+        directory: Box<dyn Directory>,
+        stats: Arc<Stats>,
+    ) -> Self {
+        Self {
+            config,
+            hooks,
+            directory,
+            rooms: SlotMap::with_key(),
+            by_room: HashMap::new(),
+            by_generation: HashMap::new(),
+            resolving: HashMap::new(),
+            next_token: 0,
+            registered: HashMap::new(),
+            generation: 0,
+            timers: Timers::new(),
+            outgoing: Outgoing::default(),
+            work: VecDeque::new(),
+            effects: Vec::new(),
+            inbox: Vec::new(),
+            malformed: MalformedLog::default(),
+            stats,
+        }
+    }
+
+    /// Its counters.
+    pub fn stats(&self) -> &Arc<Stats> {
+        &self.stats
+    }
+
+    /// Rooms held (live, and cleared but not released), ABORTs whose ACKs are awaited, lookups under way.
+    pub fn held(&self) -> (usize, usize, usize) {
+        (self.rooms.len(), self.by_generation.len(), self.resolving.len())
+    }
+
+    /// Handle everything that is there.
+    pub fn step(
+        &mut self,
+        now: Timestamp,
+        control: &mut dyn ControlPlane,
+        commands: &mut Vec<DecodeCommand>,
+    ) -> NextWake {
+        let mut inbox = std::mem::take(&mut self.inbox);
+        control.recv(MAX_INBOX, &mut inbox);
+        let again = inbox.len() >= MAX_INBOX;
+        for event in inbox.drain(..) {
+            match event {
+                ControlEvent::Message(frames) => self.message(now, &frames, control),
+                // Heartbeats decide whether a prefill is lost; a socket reconnects on its own.
+                ControlEvent::PeerLost(endpoint, reason) => tracing::debug!("connection to {endpoint} broke: {reason}"),
+            }
+        }
+        self.inbox = inbox;
+        for command in commands.drain(..) {
+            self.command(now, command, control);
+        }
+        let tick = control.tick(now);
+        self.timeouts(now, control);
+        let at = [self.timers.next(), self.outgoing.poll_timeout(), tick].into_iter().flatten().min();
+        NextWake { at, in_flight: false, again }
+    }
+
+    fn command(&mut self, now: Timestamp, command: DecodeCommand, control: &mut dyn ControlPlane) {
+        let (shared, event) = match command {
+            DecodeCommand::Create { shared, bootstrap_addr, prefill_dp_rank } => {
+                return self.create(shared, bootstrap_addr, prefill_dp_rank);
+            }
+            DecodeCommand::Directory(event) => return self.directory_event(now, event, control),
+            DecodeCommand::Publish(shared, spec) => (shared, ReceiverEvent::Publish(spec)),
+            DecodeCommand::Abort(shared) => {
+                if !shared.poll().is_terminal() {
+                    self.stats.rooms_aborted.inc();
+                }
+                (shared, ReceiverEvent::Abort)
+            }
+            DecodeCommand::Fail(shared, failure) => (shared, ReceiverEvent::Fail(failure)),
+            DecodeCommand::Clear(shared) => {
+                let Some(key) = self.find(&shared) else { return };
+                // From here on a late status finds nothing (B4); ACKs find the room by generation.
+                self.by_room.remove(&shared.room());
+                return self.drive(now, key, ReceiverEvent::Clear, control);
+            }
+        };
+        if let Some(key) = self.find(&shared) {
+            self.drive(now, key, event, control);
+        }
+    }
+
+    /// The entry of this very life of a room.
+    fn find(&self, shared: &RoomShared) -> Option<RoomKey> {
+        let key = *self.by_room.get(&shared.room())?;
+        (self.rooms.get(key)?.shared.life() == shared.life()).then_some(key)
+    }
+
+    fn create(&mut self, shared: Arc<RoomShared>, bootstrap_addr: String, prefill_dp_rank: Option<u32>) {
+        let room = shared.room();
+        let machine = ReceiverRoom::new(room, self.config.policy.clone());
+        let addr = bootstrap_addr.clone();
+        let entry =
+            Entry { room: machine, shared, bootstrap_addr: addr, armed: None, generation: None, reported: false };
+        let key = self.rooms.insert(entry);
+        self.by_room.insert(room, key);
+        self.stats.rooms_created.inc();
+        self.stats.rooms_live.set(self.rooms.len() as u64);
+        self.next_token += 1;
+        let token = self.next_token;
+        self.resolving.insert(token, key);
+        self.directory.request(DirectoryRequest::Peers { token, room, bootstrap_addr, prefill_dp_rank });
+    }
+
+    fn directory_event(&mut self, now: Timestamp, event: DirectoryEvent, control: &mut dyn ControlPlane) {
+        match event {
+            DirectoryEvent::Peers { token, result } => {
+                let Some(key) = self.resolving.remove(&token) else { return };
+                let result = result.and_then(|peers| {
+                    self.register(now, &peers, control)?;
+                    Ok(peers)
+                });
+                self.drive(now, key, ReceiverEvent::Peers(result), control);
+            }
+            DirectoryEvent::NodeLost { bootstrap_addr, reason } => {
+                self.stats.peers_lost.inc();
+                let rooms: Vec<RoomKey> = self
+                    .rooms
+                    .iter()
+                    .filter(|(_, e)| e.bootstrap_addr == bootstrap_addr && !e.room.poll().is_terminal())
+                    .map(|(k, _)| k)
+                    .collect();
+                for key in rooms {
+                    self.drive(now, key, ReceiverEvent::NodeLost(reason.clone()), control);
+                }
+                // After the rooms' ABORTs: a prefill whose HTTP server alone is gone still gets them.
+                let lost: Vec<String> = self
+                    .registered
+                    .iter()
+                    .filter(|(_, p)| p.bootstrap_addr == bootstrap_addr)
+                    .map(|(k, _)| k.clone())
+                    .collect();
+                for key in lost {
+                    self.forget(&key, control);
+                }
+            }
+        }
+    }
+
+    /// Once per connection-pool key and generation, before any metadata, over the same sockets.
+    fn register(
+        &mut self,
+        now: Timestamp,
+        peers: &Arc<PrefillPeers>,
+        control: &mut dyn ControlPlane,
+    ) -> Result<(), String> {
+        if self.registered.get(&peers.pool_key).is_some_and(|p| p.generation == peers.generation) {
+            return Ok(());
+        }
+        if self.registered.len() >= self.config.limits.max_peers {
+            return Err(format!("more than {} prefill peers are registered", self.config.limits.max_peers));
+        }
+        let registration = (self.config.registration)();
+        let message = self.hooks.build_receiver_registration_message(&registration).map_err(|e| e.to_string())?;
+        for record in &peers.records {
+            if !self.outgoing.send(now, control, &record.endpoint, message.clone(), &self.stats) {
+                return Err(format!("registration to prefill {} failed", record.endpoint));
+            }
+        }
+        self.stats.peers_registered.inc();
+        self.registered.insert(peers.pool_key.clone(), peers.clone());
+        Ok(())
+    }
+
+    fn forget(&mut self, pool_key: &str, control: &mut dyn ControlPlane) {
+        let Some(peers) = self.registered.remove(pool_key) else { return };
+        for record in &peers.records {
+            self.outgoing.forget(&record.endpoint);
+            control.close(&record.endpoint);
+        }
+    }
+
+    fn message(&mut self, now: Timestamp, frames: &[bytes::Bytes], control: &mut dyn ControlPlane) {
+        self.stats.messages_in.inc();
+        match self.hooks.dialect().parse_to_decode(frames, &self.config.limits) {
+            Ok(ToDecode::Status(status)) => self.status(now, status, control),
+            Ok(ToDecode::AbortAck(ack)) => self.abort_ack(now, &ack, control),
+            // Staging and aux by message are not offered by this rank, so nobody of ours sends these.
+            Ok(_) => self.stats.protocol_violations.inc(),
+            Err(error) => self.malformed.report(&self.stats, &error),
+        }
+    }
+
+    fn status(&mut self, now: Timestamp, status: KvStatus, control: &mut dyn ControlPlane) {
+        match Room::new(status.room).and_then(|r| self.by_room.get(&r)) {
+            Some(&key) => self.drive(now, key, ReceiverEvent::Status(status), control),
+            None => self.stats.messages_stale.inc(),
+        }
+    }
+
+    fn abort_ack(&mut self, now: Timestamp, ack: &AbortAck, control: &mut dyn ControlPlane) {
+        let key = self.by_generation.get(&ack.generation).copied();
+        match key.filter(|k| self.rooms.get(*k).is_some_and(|e| e.room.room().get() == ack.room)) {
+            Some(key) => {
+                self.drive(now, key, ReceiverEvent::AbortAck(ack.prefill_rank, ack.generation), control);
+            }
+            None => self.stats.messages_stale.inc(),
+        }
+    }
+
+    /// Feed a room one event, and carry out everything that follows from it.
+    fn drive(&mut self, now: Timestamp, key: RoomKey, event: ReceiverEvent, control: &mut dyn ControlPlane) {
+        self.work.push_back((key, event));
+        while let Some((key, event)) = self.work.pop_front() {
+            let Some(entry) = self.rooms.get_mut(key) else { continue };
+            let mut effects = std::mem::take(&mut self.effects);
+            entry.room.handle_event(now, event, &mut self.generation, &mut effects);
+            self.carry_out(now, key, &mut effects, control);
+            self.effects = effects;
+            self.after(key);
+        }
+    }
+
+    fn carry_out(
+        &mut self,
+        now: Timestamp,
+        key: RoomKey,
+        effects: &mut Vec<ReceiverEffect>,
+        control: &mut dyn ControlPlane,
+    ) {
+        let mut changed = false;
+        for effect in effects.drain(..) {
+            match effect {
+                ReceiverEffect::Publish(spec) => {
+                    let event = self.publish_metadata(key, &spec, control);
+                    self.work.push_back((key, event));
+                }
+                ReceiverEffect::Abort { contacted, generation } => {
+                    self.send_abort(now, key, contacted, generation, control);
+                }
+                ReceiverEffect::Changed => changed = true,
+                ReceiverEffect::Released { proven } => {
+                    changed = true;
+                    if proven {
+                        self.stats.released_with_proof.inc();
+                    } else {
+                        self.released_without_proof(key);
+                    }
+                }
+                ReceiverEffect::Forget => {
+                    let peers = self.rooms.get(key).and_then(|e| e.room.peers().cloned());
+                    if let Some(peers) = peers {
+                        self.forget(&peers.pool_key, control);
+                        self.directory.request(DirectoryRequest::Forget { pool_key: peers.pool_key.clone() });
+                    }
+                }
+                ReceiverEffect::Violation(what) => {
+                    self.stats.protocol_violations.inc();
+                    if let Some(e) = self.rooms.get(key) {
+                        tracing::debug!("room {}: ignored: {what}", e.room.room());
+                    }
+                }
+            }
+        }
+        if changed {
+            self.publish(key);
+        }
+    }
+
+    fn released_without_proof(&mut self, key: RoomKey) {
+        self.stats.released_without_proof.inc();
+        let Some(e) = self.rooms.get(key) else { return };
+        let ranks: Vec<String> = e.room.unacked().map(|r| r.to_string()).collect();
+        tracing::warn!(
+            "room {}: pages released by timeout, without proof: no ABORT_ACK from prefill rank {} of {}",
+            e.room.room(),
+            ranks.join(", "),
+            e.bootstrap_addr
+        );
+    }
+
+    /// Show the handle what changed. Last of a room's effects: a waiter that wakes finds everything done.
+    fn publish(&mut self, key: RoomKey) {
+        let Some(e) = self.rooms.get_mut(key) else { return };
+        let poll = e.room.poll();
+        if poll.is_terminal() && !e.reported {
+            e.reported = true;
+            match poll {
+                KvPoll::Success => self.stats.rooms_succeeded.inc(),
+                _ => self.stats.rooms_failed.inc(),
+            }
+        }
+        e.shared.publish(poll, e.room.releasable(), e.room.failure(), None);
+    }
+
+    fn publish_metadata(&self, key: RoomKey, spec: &PublishSpec, control: &mut dyn ControlPlane) -> ReceiverEvent {
+        let failed = |contacted, error: String| ReceiverEvent::Published { contacted, error: Some(error) };
+        let Some(e) = self.rooms.get(key) else { return failed(0, "the room is gone".into()) };
+        let Some(peers) = e.room.peers() else {
+            return failed(
+                0,
+                format!("Could not fetch prefill parallel info from bootstrap_addr: {}", e.bootstrap_addr),
+            );
+        };
+        let mut messages: [Option<Multipart>; 2] = [None, None];
+        for (i, record) in peers.records.iter().enumerate() {
+            let slot = &mut messages[usize::from(record.is_dummy)];
+            let message = match slot {
+                Some(m) => m.clone(),
+                None => match self.metadata_message(e, peers, spec, record.is_dummy) {
+                    Ok(m) => slot.insert(m).clone(),
+                    Err(error) => return failed(i, error),
+                },
+            };
+            if let Err(error) = control.send(&record.endpoint, message) {
+                self.stats.send_failures.inc();
+                return failed(i, format!("send_metadata to prefill {} failed: {error}", record.endpoint));
+            }
+            self.stats.messages_out.inc();
+        }
+        ReceiverEvent::Published { contacted: peers.records.len(), error: None }
+    }
+
+    fn metadata_message(
+        &self,
+        e: &Entry,
+        peers: &PrefillPeers,
+        spec: &PublishSpec,
+        is_dummy: bool,
+    ) -> Result<Multipart, String> {
+        let metadata = Metadata {
+            room: e.room.room().get(),
+            endpoint: self.config.endpoint.clone(),
+            name: self.config.name.clone(),
+            dst_pages: if is_dummy { Arc::from([]) } else { spec.pages.clone() },
+            aux_index: Some(spec.aux_index),
+            required_dst_info_num: peers.required_dst_info_num,
+            state_indices: if is_dummy { Vec::new() } else { spec.state_indices.clone() },
+            decode_prefix_len: Some(spec.decode_prefix_len),
+            is_dummy,
+            device_kv_indices: spec.device_kv_indices.clone(),
+        };
+        self.hooks.build_receiver_metadata_message(&metadata).map_err(|e| format!("metadata cannot be encoded: {e}"))
+    }
+
+    fn send_abort(
+        &mut self,
+        now: Timestamp,
+        key: RoomKey,
+        contacted: usize,
+        generation: Option<u64>,
+        control: &mut dyn ControlPlane,
+    ) {
+        let Some(e) = self.rooms.get_mut(key) else { return };
+        let Some(peers) = e.room.peers().cloned() else { return };
+        if let Some(generation) = generation {
+            e.generation = Some(generation);
+            self.by_generation.insert(generation, key);
+        }
+        let abort = Abort { room: e.room.room().get(), endpoint: Some(self.config.endpoint.clone()), generation };
+        let message = match self.hooks.dialect().encode_abort(&abort) {
+            Ok(m) => m,
+            Err(error) => return tracing::warn!("ABORT of room {} not sent: {error}", e.room.room()),
+        };
+        for record in peers.records.iter().take(contacted) {
+            self.outgoing.send(now, control, &record.endpoint, message.clone(), &self.stats);
+        }
+    }
+
+    /// Deadlines and the end of a room.
+    fn after(&mut self, key: RoomKey) {
+        let Some(e) = self.rooms.get_mut(key) else { return };
+        if !e.room.finished() {
+            let Some(at) = e.room.poll_timeout() else { return };
+            if e.armed.is_none_or(|armed| at < armed) {
+                e.armed = Some(at);
+                let rooms = &self.rooms;
+                self.timers.arm(at, key, rooms.len(), |t, k| {
+                    rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.room.poll_timeout().is_some())
+                });
+            }
+            return;
+        }
+        let Some(e) = self.rooms.remove(key) else { return };
+        if let Some(generation) = e.generation {
+            self.by_generation.remove(&generation);
+        }
+        self.stats.rooms_live.set(self.rooms.len() as u64);
+        (self.config.freed)(&e.shared);
+    }
+
+    fn timeouts(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
+        while let Some(key) = self.timers.pop_due(now) {
+            let Some(e) = self.rooms.get_mut(key) else { continue };
+            e.armed = None;
+            let waiting = e.room.poll() == KvPoll::WaitingForInput;
+            let mut effects = std::mem::take(&mut self.effects);
+            e.room.handle_timeout(now, &mut self.generation, &mut effects);
+            if waiting && !effects.is_empty() {
+                self.stats.rooms_timed_out.inc();
+            }
+            self.carry_out(now, key, &mut effects, control);
+            self.effects = effects;
+            self.after(key);
+        }
+        self.outgoing.handle_timeout(now, control, &self.stats);
+    }
+}

@@ -1,0 +1,149 @@
+//! Prefill's table of decode peers: what each registered, how it pairs, and whether it can be written to.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+use crate::ids::PeerId;
+use crate::layout::Pairing;
+use crate::net::Endpoint;
+use crate::time::Timestamp;
+use crate::wire::Registration;
+
+/// Whether writes to a peer can be posted.
+#[derive(Debug)]
+pub(crate) enum Link {
+    /// The connector is at it.
+    Connecting(u64),
+    /// Connected as this generation.
+    Ready(PeerId),
+    /// Its geometry or blob cannot be used. Ends when it registers again.
+    Refused(Arc<str>),
+    /// It broke. Tried again when a room needs it, not before `retry_at`.
+    Down { reason: Arc<str>, retry_at: Timestamp, failures: u32 },
+}
+
+/// A write that waits for its peer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Post<K> {
+    pub(crate) key: K,
+    pub(crate) chunk: u32,
+    pub(crate) dest: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct Peer<K> {
+    pub(crate) registration: Box<Registration>,
+    pub(crate) pairing: Option<Arc<Pairing>>,
+    pub(crate) link: Link,
+    pub(crate) posts: VecDeque<Post<K>>,
+    pub(crate) last_used: Timestamp,
+}
+
+#[derive(Debug)]
+pub(crate) struct Peers<K> {
+    pub(crate) by_name: HashMap<Arc<str>, Peer<K>>,
+    by_endpoint: HashMap<Endpoint, Arc<str>>,
+    by_id: HashMap<PeerId, Arc<str>>,
+    by_token: HashMap<u64, Arc<str>>,
+    next_token: u64,
+}
+
+impl<K> Peers<K> {
+    pub(crate) fn new() -> Self {
+        Self {
+            by_name: HashMap::new(),
+            by_endpoint: HashMap::new(),
+            by_id: HashMap::new(),
+            by_token: HashMap::new(),
+            next_token: 0,
+        }
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<&Peer<K>> {
+        self.by_name.get(name)
+    }
+
+    pub(crate) fn get_mut(&mut self, name: &str) -> Option<&mut Peer<K>> {
+        self.by_name.get_mut(name)
+    }
+
+    pub(crate) fn at(&self, endpoint: &Endpoint) -> Option<Arc<str>> {
+        self.by_endpoint.get(endpoint).cloned()
+    }
+
+    pub(crate) fn of(&self, id: PeerId) -> Option<Arc<str>> {
+        self.by_id.get(&id).cloned()
+    }
+
+    pub(crate) fn insert(&mut self, name: Arc<str>, peer: Peer<K>) {
+        self.by_endpoint.insert(peer.registration.endpoint.clone(), name.clone());
+        self.by_name.insert(name, peer);
+    }
+
+    /// Take a peer out; gives back its connection, to be let go of.
+    pub(crate) fn remove(&mut self, name: &str) -> Option<(Peer<K>, Option<PeerId>)> {
+        let peer = self.by_name.remove(name)?;
+        if self.by_endpoint.get(&peer.registration.endpoint).is_some_and(|n| &**n == name) {
+            self.by_endpoint.remove(&peer.registration.endpoint);
+        }
+        let id = match peer.link {
+            Link::Ready(id) => {
+                self.by_id.remove(&id);
+                Some(id)
+            }
+            Link::Connecting(token) => {
+                self.by_token.remove(&token);
+                None
+            }
+            _ => None,
+        };
+        Some((peer, id))
+    }
+
+    /// Start a connection attempt: the token to give the connector.
+    pub(crate) fn connecting(&mut self, name: &Arc<str>) -> u64 {
+        self.next_token += 1;
+        let token = self.next_token;
+        if let Some(p) = self.by_name.get_mut(name) {
+            p.link = Link::Connecting(token);
+            self.by_token.insert(token, name.clone());
+        }
+        token
+    }
+
+    /// The peer whose attempt this was, unless it has moved on meanwhile.
+    pub(crate) fn connected(&mut self, token: u64) -> Option<Arc<str>> {
+        let name = self.by_token.remove(&token)?;
+        let current = matches!(self.by_name.get(&name)?.link, Link::Connecting(t) if t == token);
+        current.then_some(name)
+    }
+
+    pub(crate) fn ready(&mut self, name: &Arc<str>, id: PeerId) {
+        if let Some(p) = self.by_name.get_mut(name) {
+            p.link = Link::Ready(id);
+            self.by_id.insert(id, name.clone());
+        }
+    }
+
+    /// The connection broke; gives back its id, to be let go of.
+    pub(crate) fn down(&mut self, name: &str, reason: Arc<str>, retry_at: Timestamp, failures: u32) -> Option<PeerId> {
+        let p = self.by_name.get_mut(name)?;
+        let old = std::mem::replace(&mut p.link, Link::Down { reason, retry_at, failures });
+        match old {
+            Link::Ready(id) => {
+                self.by_id.remove(&id);
+                Some(id)
+            }
+            Link::Connecting(token) => {
+                self.by_token.remove(&token);
+                None
+            }
+            _ => None,
+        }
+    }
+
+    /// The peer to give up when the table is full: the least recently used one without work.
+    pub(crate) fn victim(&self) -> Option<Arc<str>> {
+        self.by_name.iter().filter(|(_, p)| p.posts.is_empty()).min_by_key(|(_, p)| p.last_used).map(|(n, _)| n.clone())
+    }
+}

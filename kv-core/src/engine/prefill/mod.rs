@@ -1,0 +1,310 @@
+//! Prefill's shard: sender rooms, decode peers, writes in flight, ABORT_ACKs.
+
+use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use slotmap::{SlotMap, new_key_type};
+use smallvec::SmallVec;
+
+mod inbound;
+mod posting;
+mod rooms;
+
+use super::outgoing::Outgoing;
+use super::peers::{Link, Peer, Peers, Post};
+use super::timers::Timers;
+use super::{Connected, Connector, MalformedLog, NextWake, RoomFreed, RoomShared, Stats};
+use crate::control::{ControlEvent, ControlPlane};
+use crate::directory::{Directory, DirectoryRequest};
+use crate::error::ABORTED_BY_DECODE_REASON;
+use crate::event::WaitEvent;
+use crate::hooks::ManagerHooks;
+use crate::ids::{OpId, PrefillRank, Room};
+use crate::layout::{LocalLayout, Pairing, PeerLayout};
+use crate::limits::Limits;
+use crate::net::Endpoint;
+use crate::plan::{Planner, WritePlan, dst_slice};
+use crate::poll::KvPoll;
+use crate::room::{ChunkSpec, Destination, Failure, SenderEffect, SenderEvent, SenderPolicy, SenderRoom};
+use crate::time::Timestamp;
+use crate::transport::{
+    Lane, LaneEvent, Outcome, PeerDescriptor, SubmitError, TransportError, TransportErrorKind, WriteOp,
+};
+use crate::wire::{Abort, AbortAck, KvStatus, Metadata, Registration, ToPrefill};
+
+new_key_type! { pub(crate) struct RoomKey; }
+
+/// A handle's wishes.
+pub enum PrefillCommand {
+    /// A sender was made.
+    Create(Arc<RoomShared>),
+    /// `send()`.
+    Send(Arc<RoomShared>, ChunkSpec, Option<Arc<dyn WaitEvent>>),
+    /// A wait event fired or failed.
+    SourceReady(Arc<RoomShared>, u32, Result<(), String>),
+    /// `abort()`.
+    Abort(Arc<RoomShared>),
+    /// The room cannot go on, for a reason found outside the shard.
+    Fail(Arc<RoomShared>, Failure),
+    /// `clear()`.
+    Clear(Arc<RoomShared>),
+    /// A connection attempt ended.
+    Connected(Connected),
+    /// For the directory.
+    Directory(DirectoryRequest),
+}
+
+/// What a prefill shard is made with.
+#[derive(Clone)]
+pub struct PrefillShardConfig {
+    /// Bounds.
+    pub limits: Limits,
+    /// Rooms' policy.
+    pub policy: Arc<SenderPolicy>,
+    /// Metadata for a room without a sender is kept this long; then decode is told.
+    pub early_timeout: Duration,
+    /// A failed and cleared room answers late metadata this long.
+    pub tombstone_timeout: Duration,
+    /// This rank's number in status messages.
+    pub rank: PrefillRank,
+    /// Called when a room number is free again.
+    pub freed: RoomFreed,
+    /// Hands commands back to the shard from other threads (wait events).
+    pub commands: Arc<dyn Fn(PrefillCommand) + Send + Sync>,
+}
+
+struct Entry {
+    room: SenderRoom,
+    shared: Arc<RoomShared>,
+    armed: Option<Timestamp>,
+    reported: bool,
+}
+
+struct OpRef {
+    key: RoomKey,
+    chunk: u32,
+    dest: usize,
+    bytes: u64,
+    /// Its outcome came, and left a side not quiet.
+    retained: bool,
+}
+
+struct Early {
+    destinations: Vec<Destination>,
+    failed: Option<Arc<str>>,
+    deadline: Timestamp,
+}
+
+/// See the [module](crate::engine).
+pub struct PrefillShard {
+    config: PrefillShardConfig,
+    hooks: Arc<dyn ManagerHooks>,
+    layout: Arc<LocalLayout>,
+    lane: Box<dyn Lane>,
+    connector: Box<dyn Connector>,
+    directory: Box<dyn Directory>,
+    planner: Planner,
+    rooms: SlotMap<RoomKey, Entry>,
+    by_room: HashMap<Room, RoomKey>,
+    /// Earlier lives that may still write.
+    undrained: HashMap<Room, SmallVec<[RoomKey; 1]>>,
+    early: HashMap<Room, Early>,
+    early_order: VecDeque<(Timestamp, Room)>,
+    tombstones: HashMap<Room, (Timestamp, Arc<str>)>,
+    tombstone_order: VecDeque<(Timestamp, Room)>,
+    pending_acks: HashMap<Room, SmallVec<[(Endpoint, u64); 1]>>,
+    peers: Peers<RoomKey>,
+    ready_peers: VecDeque<Arc<str>>,
+    ops: HashMap<OpId, OpRef>,
+    next_op: u64,
+    timers: Timers<RoomKey>,
+    outgoing: Outgoing,
+    work: VecDeque<(RoomKey, SenderEvent)>,
+    effects: Vec<SenderEffect>,
+    inbox: Vec<ControlEvent>,
+    news: Vec<LaneEvent>,
+    malformed: MalformedLog,
+    stats: Arc<Stats>,
+}
+
+/// Messages handled in one step.
+const MAX_INBOX: usize = 256;
+/// A lost peer is connected to again at most this often, doubling up to [`RECONNECT_MAX`].
+const RECONNECT_MIN: Duration = Duration::from_secs(1);
+const RECONNECT_MAX: Duration = Duration::from_secs(60);
+/// A busy lane is tried again after this time, news or not.
+const BUSY_RETRY: Duration = Duration::from_millis(1);
+
+impl PrefillShard {
+    /// A shard without rooms.
+    pub fn new(
+        config: PrefillShardConfig,
+        hooks: Arc<dyn ManagerHooks>,
+        layout: Arc<LocalLayout>,
+        lane: Box<dyn Lane>,
+        connector: Box<dyn Connector>,
+        directory: Box<dyn Directory>,
+        stats: Arc<Stats>,
+    ) -> Self {
+        Self {
+            config,
+            hooks,
+            layout,
+            lane,
+            connector,
+            directory,
+            planner: Planner::new(),
+            rooms: SlotMap::with_key(),
+            by_room: HashMap::new(),
+            undrained: HashMap::new(),
+            early: HashMap::new(),
+            early_order: VecDeque::new(),
+            tombstones: HashMap::new(),
+            tombstone_order: VecDeque::new(),
+            pending_acks: HashMap::new(),
+            peers: Peers::new(),
+            ready_peers: VecDeque::new(),
+            ops: HashMap::new(),
+            next_op: 0,
+            timers: Timers::new(),
+            outgoing: Outgoing::default(),
+            work: VecDeque::new(),
+            effects: Vec::new(),
+            inbox: Vec::new(),
+            news: Vec::new(),
+            malformed: MalformedLog::default(),
+            stats,
+        }
+    }
+
+    /// A file descriptor that turns readable when the lane has news.
+    pub fn lane_fd(&self) -> Option<std::os::fd::RawFd> {
+        self.lane.wake_fd()
+    }
+
+    /// Its counters.
+    pub fn stats(&self) -> &Arc<Stats> {
+        &self.stats
+    }
+
+    /// Rooms held (live, and cleared but not drained), writes in flight or retained, early rooms, peers.
+    pub fn held(&self) -> (usize, usize, usize, usize) {
+        (self.rooms.len(), self.ops.len(), self.early.len(), self.peers.by_name.len())
+    }
+
+    /// Handle everything that is there.
+    pub fn step(
+        &mut self,
+        now: Timestamp,
+        control: &mut dyn ControlPlane,
+        commands: &mut Vec<PrefillCommand>,
+    ) -> NextWake {
+        let mut inbox = std::mem::take(&mut self.inbox);
+        control.recv(MAX_INBOX, &mut inbox);
+        let again = inbox.len() >= MAX_INBOX;
+        for event in inbox.drain(..) {
+            match event {
+                ControlEvent::Message(frames) => self.message(now, &frames, control),
+                ControlEvent::PeerLost(endpoint, reason) => {
+                    self.outgoing.forget(&endpoint);
+                    if let Some(name) = self.peers.at(&endpoint) {
+                        self.peer_lost(now, &name, &reason, control);
+                    }
+                }
+            }
+        }
+        self.inbox = inbox;
+        for command in commands.drain(..) {
+            self.command(now, command, control);
+        }
+        self.completions(now, control);
+        let tick = control.tick(now);
+        self.timeouts(now, control);
+        self.post_ready(now, control);
+        let mut at = self.poll_timeout().into_iter().chain(tick).min();
+        if !self.ready_peers.is_empty() {
+            // A lane that is busy without anything in flight has no news to wake us with.
+            at = at.into_iter().chain([now + BUSY_RETRY]).min();
+        }
+        NextWake { at, in_flight: !self.ops.is_empty(), again }
+    }
+
+    fn poll_timeout(&self) -> Option<Timestamp> {
+        let early = self.early_order.front().map(|e| e.0);
+        let tombstone = self.tombstone_order.front().map(|e| e.0);
+        [self.timers.next(), early, tombstone, self.outgoing.poll_timeout()].into_iter().flatten().min()
+    }
+
+    fn command(&mut self, now: Timestamp, command: PrefillCommand, control: &mut dyn ControlPlane) {
+        let (shared, event) = match command {
+            PrefillCommand::Create(shared) => return self.create(now, shared, control),
+            PrefillCommand::Connected(c) => return self.connected(now, c, control),
+            PrefillCommand::Directory(request) => return self.directory.request(request),
+            PrefillCommand::Send(shared, spec, event) => return self.send(now, &shared, spec, event, control),
+            PrefillCommand::SourceReady(shared, chunk, r) => (shared, SenderEvent::SourceReady(chunk, r)),
+            PrefillCommand::Abort(shared) => {
+                self.stats.rooms_aborted.inc();
+                (shared, SenderEvent::Abort)
+            }
+            PrefillCommand::Fail(shared, failure) => (shared, SenderEvent::Fail(failure)),
+            PrefillCommand::Clear(shared) => return self.clear(now, &shared, control),
+        };
+        if let Some(key) = self.find(&shared) {
+            self.drive(now, key, event, control);
+        }
+    }
+
+    /// The entry of this very life of a room.
+    fn find(&self, shared: &RoomShared) -> Option<RoomKey> {
+        let key = *self.by_room.get(&shared.room())?;
+        (self.rooms.get(key)?.shared.life() == shared.life()).then_some(key)
+    }
+
+    fn create(&mut self, now: Timestamp, shared: Arc<RoomShared>, control: &mut dyn ControlPlane) {
+        let room = shared.room();
+        let machine = SenderRoom::new(room, now, self.config.policy.clone());
+        let key = self.rooms.insert(Entry { room: machine, shared, armed: None, reported: false });
+        self.by_room.insert(room, key);
+        self.tombstones.remove(&room);
+        self.stats.rooms_created.inc();
+        self.stats.rooms_live.set(self.rooms.len() as u64);
+        self.rearm(key);
+        if let Some(early) = self.early.remove(&room) {
+            for d in early.destinations {
+                self.drive(now, key, SenderEvent::Destination(d), control);
+            }
+            if let Some(reason) = early.failed {
+                self.drive(now, key, SenderEvent::Fail(Failure::here(reason)), control);
+            }
+        }
+    }
+
+    fn send(
+        &mut self,
+        now: Timestamp,
+        shared: &Arc<RoomShared>,
+        spec: ChunkSpec,
+        event: Option<Arc<dyn WaitEvent>>,
+        control: &mut dyn ControlPlane,
+    ) {
+        let Some(key) = self.find(shared) else { return };
+        let Some(entry) = self.rooms.get(key) else { return };
+        let chunk = entry.room.next_chunk();
+        let terminal = entry.room.poll().is_terminal();
+        self.drive(now, key, SenderEvent::Enqueue(spec), control);
+        if let (Some(event), false) = (event, terminal) {
+            let (shared, commands) = (shared.clone(), self.config.commands.clone());
+            event.subscribe(Box::new(move |r| commands(PrefillCommand::SourceReady(shared, chunk, r))));
+        }
+    }
+
+    fn clear(&mut self, now: Timestamp, shared: &RoomShared, control: &mut dyn ControlPlane) {
+        let Some(key) = self.find(shared) else { return };
+        self.by_room.remove(&shared.room());
+        // Registered before the event, so that an ACK that becomes due waits for this life too.
+        self.undrained.entry(shared.room()).or_default().push(key);
+        self.drive(now, key, SenderEvent::Clear, control);
+    }
+}

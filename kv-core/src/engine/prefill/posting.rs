@@ -1,0 +1,124 @@
+//! Posting writes: peer by peer, planned when the lane takes them.
+
+use super::*;
+
+impl PrefillShard {
+    pub(super) fn queue_post(&mut self, post: Post<RoomKey>) {
+        let Some(e) = self.rooms.get(post.key) else { return };
+        let Some(d) = e.room.destinations().get(post.dest) else { return };
+        let name = d.name.clone();
+        match self.peers.get_mut(&name) {
+            Some(peer) if !matches!(peer.link, Link::Refused(_) | Link::Down { .. }) => {
+                if peer.posts.is_empty() {
+                    self.ready_peers.push_back(name);
+                }
+                peer.posts.push_back(post);
+            }
+            Some(peer) => {
+                let (Link::Refused(reason) | Link::Down { reason, .. }) = &peer.link else { return };
+                let event = SenderEvent::Rejected(post.chunk, post.dest, reason.to_string());
+                self.work.push_back((post.key, event));
+            }
+            None => {
+                let event = SenderEvent::Rejected(post.chunk, post.dest, "it is not registered any more".into());
+                self.work.push_back((post.key, event));
+            }
+        }
+    }
+
+    /// Post what waits, peer by peer: a peer that is busy or still connecting does not hold up the others.
+    pub(super) fn post_ready(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
+        let mut busy = Vec::new();
+        while let Some(name) = self.ready_peers.pop_front() {
+            if self.ops.len() >= self.config.limits.max_ops_in_flight {
+                busy.push(name);
+                break;
+            }
+            let Some(peer) = self.peers.get_mut(&name) else { continue };
+            let (Link::Ready(id), Some(pairing)) = (&peer.link, peer.pairing.clone()) else { continue };
+            let id = *id;
+            let Some(post) = peer.posts.pop_front() else { continue };
+            peer.last_used = now;
+            match self.try_post(post, id, &pairing) {
+                Ok(event) => {
+                    // Round robin over peers.
+                    self.ready_peers.push_back(name);
+                    if let Some(event) = event {
+                        self.drive(now, post.key, event, control);
+                    }
+                }
+                Err(()) => {
+                    if let Some(peer) = self.peers.get_mut(&name) {
+                        peer.posts.push_front(post);
+                    }
+                    busy.push(name);
+                }
+            }
+        }
+        self.ready_peers.extend(busy);
+    }
+
+    /// Plan and submit. `Err`: the lane is busy.
+    pub(super) fn try_post(
+        &mut self,
+        post: Post<RoomKey>,
+        peer: crate::ids::PeerId,
+        pairing: &Arc<Pairing>,
+    ) -> Result<Option<SenderEvent>, ()> {
+        let Post { key, chunk, dest } = post;
+        let Some(e) = self.rooms.get(key) else { return Ok(None) };
+        if !e.room.wants_post(chunk, dest) {
+            return Ok(None);
+        }
+        let (Some(c), Some(d)) = (e.room.chunk(chunk), e.room.destinations().get(dest)) else { return Ok(None) };
+        let plan = match make_plan(&mut self.planner, pairing, c.spec(), d) {
+            Ok(plan) => plan,
+            Err(reason) => return Ok(Some(SenderEvent::Rejected(chunk, dest, reason))),
+        };
+        if plan.is_empty() {
+            return Ok(Some(SenderEvent::NothingToPost(chunk, dest)));
+        }
+        self.next_op += 1;
+        let id = OpId(self.next_op);
+        let bytes = plan.total_bytes();
+        let op = WriteOp { id, peer, plan, regions: self.layout.regions().clone() };
+        // A backend that panics costs this room, not the worker (F62). What it posted before is not known.
+        let posted = catch_unwind(AssertUnwindSafe(|| self.lane.submit(op)));
+        match posted {
+            Ok(Err(SubmitError::Busy(_))) => return Err(()),
+            Ok(Err(SubmitError::Rejected(_, error))) => {
+                return Ok(Some(SenderEvent::Rejected(chunk, dest, error.to_string())));
+            }
+            Ok(Ok(())) => {}
+            Err(_) => {
+                let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
+                self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
+                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: true });
+                self.stats.ops_unresolved.inc();
+                self.stats.ops_retained.inc();
+                return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
+            }
+        }
+        self.stats.ops_posted.inc();
+        self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: false });
+        Ok(Some(SenderEvent::Posted(chunk, dest, id)))
+    }
+}
+
+/// KV pages of the chunk, and with the last chunk the aux row.
+fn make_plan(planner: &mut Planner, pairing: &Pairing, spec: &ChunkSpec, d: &Destination) -> Result<WritePlan, String> {
+    let slice = (u64::from(spec.index_slice.start), u64::from(spec.index_slice.end));
+    let pages = dst_slice(&d.pages, slice, &spec.pages).map_err(|e| e.to_string())?;
+    if pages.truncated > 0 {
+        tracing::warn!(
+            "decode {} announced {} pages fewer than are sent; those are not written",
+            d.endpoint,
+            pages.truncated
+        );
+    }
+    let mut plan = planner.plan_chunk(pairing, pages.src, pages.dst).map_err(|e| e.to_string())?;
+    if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last, spec.aux_index, d.aux_index) {
+        plan.append(planner.plan_aux(pairing, src_slot, dst_slot).map_err(|e| e.to_string())?);
+    }
+    Ok(plan)
+}

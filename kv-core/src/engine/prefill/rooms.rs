@@ -1,0 +1,195 @@
+//! Driving the rooms: completions in, effects out, deadlines.
+
+use super::*;
+
+impl PrefillShard {
+    pub(super) fn completions(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
+        let mut news = std::mem::take(&mut self.news);
+        self.lane.poll(&mut news);
+        for event in news.drain(..) {
+            match event {
+                LaneEvent::Outcome(op, outcome) => self.outcome(now, op, outcome, control),
+                LaneEvent::Settlement(op, settlement) => {
+                    let Some(r) = self.ops.remove(&op) else { continue };
+                    if r.retained {
+                        self.stats.ops_retained.set(self.stats.ops_retained.get().saturating_sub(1));
+                    }
+                    let event = SenderEvent::Settlement(r.chunk, r.dest, settlement);
+                    self.drive(now, r.key, event, control);
+                }
+                LaneEvent::PeerLost(id, error) => {
+                    if let Some(name) = self.peers.of(id) {
+                        self.peer_lost(now, &name, &error.to_string(), control);
+                    }
+                }
+            }
+        }
+        self.news = news;
+    }
+
+    pub(super) fn outcome(&mut self, now: Timestamp, op: OpId, outcome: Outcome, control: &mut dyn ControlPlane) {
+        let Some(r) = self.ops.get_mut(&op) else { return };
+        let (key, chunk, dest) = (r.key, r.chunk, r.dest);
+        let quiet = match &outcome {
+            Outcome::Done => {
+                self.stats.ops_done.inc();
+                self.stats.bytes_done.add(r.bytes);
+                true
+            }
+            Outcome::Failed { src_quiet, dst_quiet, .. } => {
+                self.stats.ops_failed.inc();
+                *src_quiet && *dst_quiet
+            }
+            Outcome::Unresolved { .. } => {
+                self.stats.ops_unresolved.inc();
+                false
+            }
+        };
+        if quiet {
+            self.ops.remove(&op);
+        } else {
+            r.retained = true;
+            self.stats.ops_retained.inc();
+        }
+        self.drive(now, key, SenderEvent::Outcome(chunk, dest, outcome), control);
+    }
+
+    /// Feed a room one event, and carry out everything that follows from it.
+    pub(super) fn drive(&mut self, now: Timestamp, key: RoomKey, event: SenderEvent, control: &mut dyn ControlPlane) {
+        self.work.push_back((key, event));
+        while let Some((key, event)) = self.work.pop_front() {
+            let Some(entry) = self.rooms.get_mut(key) else { continue };
+            let mut effects = std::mem::take(&mut self.effects);
+            entry.room.handle_event(now, event, &mut effects);
+            self.carry_out(now, key, &mut effects, control);
+            self.effects = effects;
+            self.after(now, key);
+        }
+    }
+
+    pub(super) fn carry_out(
+        &mut self,
+        now: Timestamp,
+        key: RoomKey,
+        effects: &mut Vec<SenderEffect>,
+        control: &mut dyn ControlPlane,
+    ) {
+        let Some(room) = self.rooms.get(key).map(|e| e.room.room()) else { return effects.clear() };
+        let mut changed = false;
+        for effect in effects.drain(..) {
+            match effect {
+                SenderEffect::Post(chunk, dest) => self.queue_post(Post { key, chunk, dest }),
+                SenderEffect::Status(to, status, reason) => self.status(now, room, &to, status, reason, control),
+                SenderEffect::Changed => changed = true,
+                SenderEffect::Drained => {
+                    if self.pending_acks.contains_key(&room) {
+                        self.ack_if_drained(now, room, control);
+                    }
+                }
+            }
+        }
+        if changed {
+            self.publish(key);
+        }
+    }
+
+    /// Show the handle what changed. Last of a room's effects: a waiter that wakes finds everything done.
+    pub(super) fn publish(&mut self, key: RoomKey) {
+        let Some(e) = self.rooms.get_mut(key) else { return };
+        let poll = e.room.poll();
+        if poll.is_terminal() && !e.reported {
+            e.reported = true;
+            match poll {
+                KvPoll::Success => self.stats.rooms_succeeded.inc(),
+                _ => self.stats.rooms_failed.inc(),
+            }
+        }
+        e.shared.set_decode_prefix_len(e.room.decode_prefix_len());
+        e.shared.publish(poll, e.room.releasable(), e.room.failure(), e.room.latency());
+    }
+
+    /// Deadlines and the end of a room.
+    pub(super) fn after(&mut self, now: Timestamp, key: RoomKey) {
+        let Some(e) = self.rooms.get(key) else { return };
+        if !e.room.finished() {
+            return self.rearm(key);
+        }
+        let Some(e) = self.rooms.remove(key) else { return };
+        let room = e.room.room();
+        if let Some(keys) = self.undrained.get_mut(&room) {
+            keys.retain(|k| *k != key);
+            if keys.is_empty() {
+                self.undrained.remove(&room);
+            }
+        }
+        if let (Some(f), false) = (e.room.failure(), self.by_room.contains_key(&room)) {
+            self.bury(now, room, f.reason.clone());
+        }
+        self.stats.rooms_live.set(self.rooms.len() as u64);
+        (self.config.freed)(&e.shared);
+    }
+
+    /// Late metadata of a room that failed and was cleared is answered for a while (C6).
+    pub(super) fn bury(&mut self, now: Timestamp, room: Room, reason: Arc<str>) {
+        while self.tombstone_order.len() >= self.config.limits.max_early_rooms {
+            let Some((deadline, oldest)) = self.tombstone_order.pop_front() else { break };
+            if self.tombstones.get(&oldest).is_some_and(|(t, _)| *t == deadline) {
+                self.tombstones.remove(&oldest);
+            }
+        }
+        let deadline = now + self.config.tombstone_timeout;
+        self.tombstones.insert(room, (deadline, reason));
+        self.tombstone_order.push_back((deadline, room));
+    }
+
+    pub(super) fn rearm(&mut self, key: RoomKey) {
+        let Some(e) = self.rooms.get_mut(key) else { return };
+        let Some(at) = e.room.poll_timeout() else { return };
+        if e.armed.is_none_or(|armed| at < armed) {
+            e.armed = Some(at);
+            let rooms = &self.rooms;
+            self.timers.arm(at, key, rooms.len(), |t, k| {
+                rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.room.poll_timeout().is_some())
+            });
+        }
+    }
+
+    pub(super) fn timeouts(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
+        while let Some(key) = self.timers.pop_due(now) {
+            let Some(e) = self.rooms.get_mut(key) else { continue };
+            e.armed = None;
+            let mut effects = std::mem::take(&mut self.effects);
+            e.room.handle_timeout(now, &mut effects);
+            if !effects.is_empty() {
+                self.stats.rooms_timed_out.inc();
+            }
+            self.carry_out(now, key, &mut effects, control);
+            self.effects = effects;
+            self.after(now, key);
+        }
+        self.outgoing.handle_timeout(now, control, &self.stats);
+        while self.early_order.front().is_some_and(|(t, _)| *t <= now) {
+            let Some((deadline, room)) = self.early_order.pop_front() else { break };
+            if self.early.get(&room).is_some_and(|e| e.deadline == deadline) {
+                self.expire_early(now, room, control);
+            }
+        }
+        while self.tombstone_order.front().is_some_and(|(t, _)| *t <= now) {
+            let Some((deadline, room)) = self.tombstone_order.pop_front() else { break };
+            if self.tombstones.get(&room).is_some_and(|(t, _)| *t == deadline) {
+                self.tombstones.remove(&room);
+            }
+        }
+    }
+
+    /// Nobody made a sender for this room: decode is told (F28).
+    pub(super) fn expire_early(&mut self, now: Timestamp, room: Room, control: &mut dyn ControlPlane) {
+        let Some(early) = self.early.remove(&room) else { return };
+        self.stats.early_expired.inc();
+        let secs = self.config.early_timeout.as_secs_f64();
+        let reason: Arc<str> = format!("prefill made no sender for room {room} within {secs:.1}s").into();
+        for d in early.destinations.iter().filter(|d| !d.is_dummy) {
+            self.status(now, room, &d.endpoint.clone(), KvPoll::Failed, Some(reason.clone()), control);
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! What differs between backends (requirement A2): a dialect, two messages, state preparation, a trace module, and the
+//! policies that depend on whether the peers are ours.
+
+use std::time::Duration;
+
+use crate::control::Multipart;
+use crate::room::{FailedStatusPolicy, ReleasePolicy};
+use crate::wire::{Dialect, Metadata, NixlDialect, Registration, WireError};
+
+/// A backend's part of a manager. Everything has a default but the dialect.
+pub trait ManagerHooks: Send + Sync + 'static {
+    /// How messages are framed.
+    fn dialect(&self) -> &dyn Dialect;
+
+    /// Decode's registration, sent once per prefill rank.
+    fn build_receiver_registration_message(&self, registration: &Registration) -> Result<Multipart, WireError> {
+        self.dialect().encode_registration(registration)
+    }
+
+    /// Decode's metadata, sent once per room and prefill rank.
+    fn build_receiver_metadata_message(&self, metadata: &Metadata) -> Result<Multipart, WireError> {
+        self.dialect().encode_metadata(metadata)
+    }
+
+    /// State indices as this backend sends them (Mori skips CP-replicated state and normalises per component).
+    fn prepare_send_state_indices(&self, state_indices: Vec<Vec<i32>>) -> Vec<Vec<i32>> {
+        state_indices
+    }
+
+    /// Module name on trace spans (Mooncake: `mooncake`).
+    fn sender_trace_module(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// When decode is told of a failure while a write is unresolved.
+    fn failed_status_policy(&self) -> FailedStatusPolicy {
+        FailedStatusPolicy::WhenSettled
+    }
+
+    /// When decode's pages of a failed room are free.
+    fn release_policy(&self) -> ReleasePolicy {
+        ReleasePolicy::AckOrTimeout(Duration::from_secs(30))
+    }
+}
+
+/// The hooks of the embedded TCP transport: NIXL's frames under a guard of their own. Both sides are ours, so a
+/// failure is told at once, and decode's pages wait for the ACK.
+#[derive(Debug)]
+pub struct TcpHooks {
+    dialect: NixlDialect,
+    release: ReleasePolicy,
+}
+
+impl TcpHooks {
+    /// The default: pages are released by proof, or 30 s after the ABORT without it (counted).
+    pub fn new() -> Self {
+        Self::with_release(ReleasePolicy::AckOrTimeout(Duration::from_secs(30)))
+    }
+
+    /// With another release policy.
+    pub fn with_release(release: ReleasePolicy) -> Self {
+        Self { dialect: NixlDialect::with_guard(TCP_GUARD), release }
+    }
+}
+
+/// First frame of the embedded TCP transport's registration and metadata.
+pub const TCP_GUARD: &str = "KvTcpMsgGuard";
+
+impl Default for TcpHooks {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl ManagerHooks for TcpHooks {
+    fn dialect(&self) -> &dyn Dialect {
+        &self.dialect
+    }
+
+    fn failed_status_policy(&self) -> FailedStatusPolicy {
+        FailedStatusPolicy::AtOnce
+    }
+
+    fn release_policy(&self) -> ReleasePolicy {
+        self.release
+    }
+}

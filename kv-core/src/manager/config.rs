@@ -1,0 +1,89 @@
+//! What a manager is told at its start. Defaults are SGLang 0.5.23's.
+
+use std::time::Duration;
+
+use crate::limits::Limits;
+use crate::topology::DecodeRank;
+
+/// Where a prefill rank stands among its peers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefillIdentity {
+    /// Attention TP ranks, and this one.
+    pub attn_tp: (u32, u32),
+    /// Attention CP ranks, and this one.
+    pub attn_cp: (u32, u32),
+    /// Attention DP groups, and this one's.
+    pub attn_dp: (u32, u32),
+    /// Pipeline stages, and this one's.
+    pub pp: (u32, u32),
+    /// Replicas of the whole server, and this one's.
+    pub system_dp: (u32, u32),
+}
+
+impl Default for PrefillIdentity {
+    /// The only rank.
+    fn default() -> Self {
+        Self { attn_tp: (1, 0), attn_cp: (1, 0), attn_dp: (1, 0), pp: (1, 0), system_dp: (1, 0) }
+    }
+}
+
+/// A prefill rank.
+#[derive(Clone, Debug)]
+pub struct PrefillConfig {
+    /// Address of the control socket as decode reaches it; `None`: found out.
+    pub host: Option<String>,
+    /// Bounds.
+    pub limits: Limits,
+    /// Bootstrapping lasts at most this long (300 s).
+    pub bootstrap_timeout: Duration,
+    /// Metadata for a room without a sender is kept this long (300 s), then decode is told.
+    pub early_timeout: Duration,
+    /// Late metadata of a failed and cleared room is answered this long (300 s).
+    pub tombstone_timeout: Duration,
+    /// Its place.
+    pub identity: PrefillIdentity,
+}
+
+impl Default for PrefillConfig {
+    fn default() -> Self {
+        let five_minutes = Duration::from_secs(300);
+        Self {
+            host: None,
+            limits: Limits::default(),
+            bootstrap_timeout: five_minutes,
+            early_timeout: five_minutes,
+            tombstone_timeout: five_minutes,
+            identity: PrefillIdentity::default(),
+        }
+    }
+}
+
+/// A decode rank.
+#[derive(Clone, Debug)]
+pub struct DecodeConfig {
+    /// Address of the control socket as prefill reaches it; `None`: found out.
+    pub host: Option<String>,
+    /// Bounds.
+    pub limits: Limits,
+    /// From `send_metadata()` to Success at most this long (300 s).
+    pub waiting_timeout: Duration,
+    /// Its place and attention kind.
+    pub rank: DecodeRank,
+    /// Between two looks at a prefill server's `/health` (5 s, at least 2 s).
+    pub heartbeat_interval: Duration,
+    /// Misses in a row after which a prefill server is lost (2).
+    pub heartbeat_max_failure: u32,
+}
+
+impl Default for DecodeConfig {
+    fn default() -> Self {
+        Self {
+            host: None,
+            limits: Limits::default(),
+            waiting_timeout: Duration::from_secs(300),
+            rank: DecodeRank::default(),
+            heartbeat_interval: Duration::from_secs(5),
+            heartbeat_max_failure: 2,
+        }
+    }
+}

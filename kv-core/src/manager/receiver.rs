@@ -1,0 +1,195 @@
+//! Decode's handle of one room.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use super::decode::Inner;
+use super::{RoomError, RoomHandle};
+use crate::KvTransferError;
+use crate::engine::{DecodeCommand, RoomShared};
+use crate::ids::Room;
+use crate::poll::KvPoll;
+use crate::room::{Failure, PublishSpec};
+
+/// What goes with a request's pages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MetadataOptions {
+    /// State indices per component.
+    pub state_indices: Vec<Vec<i32>>,
+    /// Tokens of the request already here: pages are asked for from here on.
+    pub decode_prefix_len: u64,
+    /// Mooncake's device pages.
+    pub device_kv_indices: Option<Vec<i32>>,
+    /// The pages are of a host pool beside the registered one (requirement D2).
+    pub host_destination: bool,
+}
+
+/// Decode's handle of one room. `Send + Sync`; dropping it is [`clear`](Self::clear): before `send_metadata` nothing is
+/// left behind; after it prefill is told to stop, and the pages stay held until every contacted prefill rank has
+/// acknowledged (or the release policy gave up), so keep the handle until [`released`](Self::released) if the pages are
+/// to be used again.
+pub struct KvReceiver {
+    manager: Arc<Inner>,
+    shared: Arc<RoomShared>,
+    bootstrap_addr: String,
+    started: AtomicBool,
+    cleared: AtomicBool,
+    fake: bool,
+}
+
+impl KvReceiver {
+    pub(super) fn new(manager: Arc<Inner>, shared: Arc<RoomShared>, bootstrap_addr: String, fake: bool) -> Self {
+        let (started, cleared) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { manager, shared, bootstrap_addr, started, cleared, fake }
+    }
+
+    /// Find out prefill's ranks and register with them; the room turns WaitingForInput, or Failed with the reason.
+    /// `prefill_dp_rank` as the request names it, if it does.
+    ///
+    /// # Errors
+    /// [`RoomError::Order`] when called twice.
+    pub fn init(&self, prefill_dp_rank: Option<u32>) -> Result<(), RoomError> {
+        if self.started.swap(true, Ordering::AcqRel) {
+            return Err(RoomError::Order { room: self.room(), what: "init() was called twice" });
+        }
+        if !self.fake {
+            let (shared, bootstrap_addr) = (self.shared.clone(), self.bootstrap_addr.clone());
+            self.manager.submit(DecodeCommand::Create { shared, bootstrap_addr, prefill_dp_rank });
+        }
+        Ok(())
+    }
+
+    /// Wait until pages may be published (WaitingForInput) or the room failed.
+    pub async fn ready(&self) -> KvPoll {
+        self.shared.wait_for(|s| s.poll() != KvPoll::Bootstrapping).await;
+        self.poll()
+    }
+
+    /// As [`ready`](Self::ready), blocking, for at most this long.
+    pub fn ready_timeout(&self, timeout: Duration) -> KvPoll {
+        self.shared.wait_for_timeout(timeout, |s| s.poll() != KvPoll::Bootstrapping);
+        self.poll()
+    }
+
+    /// Publish where this request's KV goes: pages in order of the request's tokens from `decode_prefix_len` on, and
+    /// the metadata slot. From here on prefill may write them. The waiting deadline starts.
+    ///
+    /// Called before the ranks are known, the room fails with that reason (D1): wait for [`ready`](Self::ready).
+    ///
+    /// # Errors
+    /// [`RoomError`]; the room is not changed.
+    pub fn send_metadata(&self, kv_indices: &[i32], aux_index: u32, options: MetadataOptions) -> Result<(), RoomError> {
+        let room = self.room();
+        if options.host_destination {
+            let backend = self.manager.backend();
+            return Err(RoomError::NotSupported { room, what: "a host destination", backend });
+        }
+        if !self.started.load(Ordering::Acquire) {
+            return Err(RoomError::Order { room, what: "send_metadata() before init()" });
+        }
+        if !self.fake {
+            let spec = PublishSpec {
+                pages: kv_indices.into(),
+                aux_index,
+                state_indices: options.state_indices,
+                decode_prefix_len: options.decode_prefix_len,
+                device_kv_indices: options.device_kv_indices.map(Arc::from),
+            };
+            self.manager.submit(DecodeCommand::Publish(self.shared.clone(), Box::new(spec)));
+        }
+        Ok(())
+    }
+
+    /// The room's state: one atomic load (B3).
+    pub fn poll(&self) -> KvPoll {
+        self.shared.poll()
+    }
+
+    /// Wait for Success or Failed, on any runtime.
+    pub async fn wait(&self) -> KvPoll {
+        self.shared.wait_for(|s| s.poll().is_terminal()).await;
+        self.poll()
+    }
+
+    /// Block until Success or Failed, or the time is over.
+    pub fn wait_timeout(&self, timeout: Duration) -> KvPoll {
+        self.shared.wait_for_timeout(timeout, |s| s.poll().is_terminal());
+        self.poll()
+    }
+
+    /// Give the room up: it ends Failed and prefill is told. Can be repeated; changes no terminal state and no recorded
+    /// reason (D4).
+    pub fn abort(&self) {
+        if !self.fake {
+            self.manager.submit(DecodeCommand::Abort(self.shared.clone()));
+        }
+    }
+
+    /// Whether the pages may be given to someone else: the room is terminal, and no write of it can land any more (or
+    /// the release policy gave up waiting, which is counted).
+    pub fn releasable(&self) -> bool {
+        self.shared.releasable()
+    }
+
+    /// Wait until [`releasable`](Self::releasable).
+    pub async fn released(&self) {
+        self.shared.wait_for(RoomShared::releasable).await;
+    }
+
+    /// Block until [`releasable`](Self::releasable), or the time is over; tells which.
+    pub fn released_timeout(&self, timeout: Duration) -> bool {
+        self.shared.wait_for_timeout(timeout, RoomShared::releasable)
+    }
+
+    /// Let go of the room. A room that has not ended is concluded Failed (D3); a terminal state keeps its value. The
+    /// number is free at once, or when the pages are.
+    pub fn clear(&self) {
+        if self.cleared.swap(true, Ordering::AcqRel) || self.fake {
+            return;
+        }
+        let started = self.started.load(Ordering::Acquire);
+        // Free at once when its pages are; the queue keeps this clear before anything that reuses the number.
+        self.manager.live.give_back(&self.shared, started && !self.shared.releasable());
+        if started {
+            self.manager.submit(DecodeCommand::Clear(self.shared.clone()));
+        } else {
+            self.shared.conclude_unstarted();
+        }
+    }
+
+    /// Conclude, clear, and say why the room failed (D8). `None` for a room that succeeded.
+    pub fn failure(&self) -> Option<KvTransferError> {
+        if self.poll() == KvPoll::Success {
+            return None;
+        }
+        if self.poll() != KvPoll::Failed && !self.fake && self.started.load(Ordering::Acquire) {
+            // Asked before this rank knows of a failure: another rank's failed (C5).
+            self.manager.submit(DecodeCommand::Fail(self.shared.clone(), Failure::elsewhere()));
+            self.wait_timeout(Duration::from_secs(5));
+        }
+        self.clear();
+        let failure = self.shared.failure().cloned().unwrap_or_else(Failure::elsewhere);
+        Some(failure.error(self.room()))
+    }
+
+    /// Its number.
+    pub fn room(&self) -> Room {
+        self.shared.room()
+    }
+}
+
+impl RoomHandle for KvReceiver {
+    fn room(&self) -> Room {
+        self.shared.room()
+    }
+    fn poll(&self) -> KvPoll {
+        self.shared.poll()
+    }
+}
+
+impl Drop for KvReceiver {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}

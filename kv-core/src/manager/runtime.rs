@@ -1,0 +1,203 @@
+//! The thread that calls a shard, and the callers that run it inline.
+//!
+//! A shard is locked by whoever runs it. A caller pushes its command to the queue, then tries the lock: if it is free
+//! the caller runs the shard itself, which spares a thread to wake (12-18 us on an idle virtual machine); if it is
+//! taken, the holder looks at the queue again after it unlocked, so no command is left behind. Transports whose
+//! `submit` blocks are never run inline.
+
+use std::os::fd::RawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::control::wake::WakeFd;
+use crate::control::zmq::{ZmqControl, ZmqInbox};
+use crate::control::{ControlPlane, Multipart};
+use crate::engine::{DecodeCommand, DecodeShard, NextWake, PrefillCommand, PrefillShard};
+use crate::time::{Clock, Timestamp};
+
+/// A shard as the thread sees it.
+pub(super) trait Step: Send + 'static {
+    type Command: Send;
+    fn step(&mut self, now: Timestamp, control: &mut dyn ControlPlane, commands: &mut Vec<Self::Command>) -> NextWake;
+    fn lane_fd(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+impl Step for PrefillShard {
+    type Command = PrefillCommand;
+    fn step(&mut self, now: Timestamp, control: &mut dyn ControlPlane, commands: &mut Vec<PrefillCommand>) -> NextWake {
+        PrefillShard::step(self, now, control, commands)
+    }
+    fn lane_fd(&self) -> Option<RawFd> {
+        PrefillShard::lane_fd(self)
+    }
+}
+
+impl Step for DecodeShard {
+    type Command = DecodeCommand;
+    fn step(&mut self, now: Timestamp, control: &mut dyn ControlPlane, commands: &mut Vec<DecodeCommand>) -> NextWake {
+        DecodeShard::step(self, now, control, commands)
+    }
+}
+
+struct Cell<S: Step> {
+    shard: S,
+    control: ZmqControl,
+    commands: Vec<S::Command>,
+}
+
+/// A shard with its queue and its thread.
+pub(super) struct Engine<S: Step> {
+    queue: Mutex<Vec<S::Command>>,
+    cell: Mutex<Option<Cell<S>>>,
+    wake: Arc<WakeFd>,
+    inline: bool,
+    clock: Arc<dyn Clock>,
+    stop: AtomicBool,
+    /// When the thread will wake by itself, ns; 0 while it is awake.
+    sleeps_until: AtomicU64,
+}
+
+/// A lane without a wake fd is looked at this often while writes are in flight.
+const LANE_POLL: Duration = Duration::from_micros(50);
+const MAX_MESSAGES: usize = 256;
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic in one step must not stop the others (F62): the data is still usable.
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<S: Step> Engine<S> {
+    /// An engine without its shard yet: the shard's own parts (directory, connector) need the engine to hand results
+    /// back to. Commands wait in the queue until [`Self::start`].
+    pub(super) fn new(inline: bool, clock: Arc<dyn Clock>) -> std::io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            queue: Mutex::new(Vec::new()),
+            cell: Mutex::new(None),
+            wake: Arc::new(WakeFd::new()?),
+            inline,
+            clock,
+            stop: AtomicBool::new(false),
+            sleeps_until: AtomicU64::new(0),
+        }))
+    }
+
+    /// Wakes the thread.
+    pub(super) fn waker(&self) -> Arc<WakeFd> {
+        self.wake.clone()
+    }
+
+    /// Give the shard its thread.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        name: &str,
+        shard: S,
+        control: ZmqControl,
+        inbox: ZmqInbox,
+    ) -> std::io::Result<JoinHandle<()>> {
+        *lock(&self.cell) = Some(Cell { shard, control, commands: Vec::new() });
+        let engine = self.clone();
+        std::thread::Builder::new().name(name.to_owned()).spawn(move || engine.run(inbox))
+    }
+
+    /// Hand over a command. Never blocks for longer than one step of the shard.
+    pub(super) fn submit(&self, command: S::Command) {
+        lock(&self.queue).push(command);
+        if self.inline {
+            self.run_inline();
+        } else {
+            self.wake.wake();
+        }
+    }
+
+    /// Hand over a command from a thread that must not run the shard (it is called by the shard, or by a runtime).
+    pub(super) fn post(&self, command: S::Command) {
+        lock(&self.queue).push(command);
+        self.wake.wake();
+    }
+
+    /// End the thread, then the shard: not with the last holder of the engine, which may be one of the shard's own
+    /// helpers (its directory hands results back through a weak reference), and could not wait for itself.
+    pub(super) fn stop(&self, thread: Option<JoinHandle<()>>) {
+        self.stop.store(true, Ordering::Release);
+        self.wake.wake();
+        if let Some(t) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
+            let _ = t.join();
+        }
+        let cell = lock(&self.cell).take();
+        drop(cell);
+    }
+
+    fn run_inline(&self) {
+        loop {
+            let mut cell = match self.cell.try_lock() {
+                Ok(cell) => cell,
+                Err(TryLockError::Poisoned(e)) => e.into_inner(),
+                Err(TryLockError::WouldBlock) => return,
+            };
+            let next = self.step(&mut cell, &mut Vec::new());
+            drop(cell);
+            let wakes_at = self.sleeps_until.load(Ordering::Acquire);
+            if next.again || next.at.is_some_and(|at| at.as_nanos() < wakes_at) {
+                self.wake.wake();
+            }
+            if lock(&self.queue).is_empty() {
+                return;
+            }
+        }
+    }
+
+    fn step(&self, cell: &mut Option<Cell<S>>, messages: &mut Vec<Multipart>) -> NextWake {
+        let Some(cell) = cell else { return NextWake::default() };
+        for m in messages.drain(..) {
+            cell.control.push_incoming(m);
+        }
+        std::mem::swap(&mut *lock(&self.queue), &mut cell.commands);
+        let now = self.clock.now();
+        let result = catch_unwind(AssertUnwindSafe(|| cell.shard.step(now, &mut cell.control, &mut cell.commands)));
+        cell.commands.clear();
+        result.unwrap_or_else(|_| {
+            tracing::error!("a step of the shard panicked; its input is lost, other rooms go on");
+            NextWake { again: true, ..NextWake::default() }
+        })
+    }
+
+    fn run(self: Arc<Self>, mut inbox: ZmqInbox) {
+        let lane_fd = lock(&self.cell).as_ref().and_then(|c| c.shard.lane_fd());
+        let mut messages = Vec::new();
+        while !self.stop.load(Ordering::Acquire) {
+            if let Err(error) = inbox.recv(MAX_MESSAGES, &mut messages) {
+                tracing::error!("the control socket cannot be read: {error}");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let full = messages.len() >= MAX_MESSAGES;
+            let next = self.step(&mut lock(&self.cell), &mut messages);
+            if full || next.again {
+                continue;
+            }
+            let now = self.clock.now();
+            let mut timeout = next.at.map(|at| at.since(now));
+            if next.in_flight && lane_fd.is_none() {
+                timeout = Some(timeout.unwrap_or(LANE_POLL).min(LANE_POLL));
+            }
+            self.sleeps_until.store(next.at.map_or(u64::MAX, Timestamp::as_nanos), Ordering::Release);
+            self.wake.arm();
+            if !lock(&self.queue).is_empty() {
+                self.wake.disarm();
+                continue;
+            }
+            let fds = [Some(self.wake.fd()), lane_fd];
+            let fds: Vec<RawFd> = fds.into_iter().flatten().collect();
+            if let Err(error) = inbox.wait(&fds, timeout) {
+                tracing::error!("the shard cannot wait for input: {error}");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            self.wake.disarm();
+            self.sleeps_until.store(0, Ordering::Release);
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! Prefill's handle of one room.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::prefill::Inner;
+use super::{RoomError, RoomHandle};
+use crate::KvTransferError;
+use crate::engine::{PrefillCommand, RoomShared};
+use crate::event::WaitEvent;
+use crate::ids::Room;
+use crate::poll::KvPoll;
+use crate::room::{ChunkSpec, Failure};
+
+/// What goes with a chunk besides its pages (requirement A3).
+#[derive(Clone, Default)]
+pub struct SendOptions {
+    /// State indices per component; used with the last chunk only.
+    pub state_indices: Vec<Vec<i32>>,
+    /// Source pages must not be read before this fired.
+    pub wait_event: Option<Arc<dyn WaitEvent>>,
+}
+
+#[derive(Debug, Default)]
+struct Cursor {
+    total: Option<u32>,
+    aux_index: Option<u32>,
+    sent: u32,
+    last_sent: bool,
+}
+
+/// Prefill's handle of one room. `Send + Sync`; dropping it is [`clear`](Self::clear): in Bootstrapping and
+/// WaitingForInput the room ends Failed and decode is told; with writes in flight they run to their end, and their
+/// memory stays registered until it is proven quiet.
+pub struct KvSender {
+    manager: Arc<Inner>,
+    shared: Arc<RoomShared>,
+    cursor: Mutex<Cursor>,
+    cleared: AtomicBool,
+    fake: bool,
+}
+
+impl KvSender {
+    pub(super) fn new(manager: Arc<Inner>, shared: Arc<RoomShared>, fake: bool) -> Self {
+        Self { manager, shared, cursor: Mutex::default(), cleared: AtomicBool::new(false), fake }
+    }
+
+    /// Wait until enough decodes have said where the KV goes (WaitingForInput), or the room failed. Sending does not
+    /// need it: chunks sent before wait for it.
+    pub async fn ready(&self) -> KvPoll {
+        self.shared.wait_for(|s| s.poll() != KvPoll::Bootstrapping).await;
+        self.poll()
+    }
+
+    /// As [`ready`](Self::ready), blocking, for at most this long.
+    pub fn ready_timeout(&self, timeout: Duration) -> KvPoll {
+        self.shared.wait_for_timeout(timeout, |s| s.poll() != KvPoll::Bootstrapping);
+        self.poll()
+    }
+
+    /// Tokens of the request that decode already has, a whole number of pages: send from there on. Known from
+    /// WaitingForInput on; 0 before.
+    pub fn decode_prefix_len(&self) -> u64 {
+        self.shared.decode_prefix_len()
+    }
+
+    /// Say how many pages will be sent in all, and which metadata slot goes with the last chunk.
+    ///
+    /// # Errors
+    /// [`RoomError::Order`] when called twice.
+    pub fn init(&self, num_kv_indices: u32, aux_index: Option<u32>) -> Result<(), RoomError> {
+        let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
+        if cursor.total.is_some() {
+            return Err(RoomError::Order { room: self.room(), what: "init() was called twice" });
+        }
+        cursor.total = Some(num_kv_indices);
+        cursor.aux_index = aux_index;
+        Ok(())
+    }
+
+    /// Send the next pages of the request. The chunk that completes the number given to [`init`](Self::init) is the
+    /// last one; a request without pages (a full prefix hit) is one call with an empty list. After a terminal state it
+    /// returns at once and queues nothing (C1).
+    ///
+    /// # Errors
+    /// [`RoomError`]; the room is not changed.
+    pub fn send(&self, kv_indices: &[i32], options: SendOptions) -> Result<(), RoomError> {
+        let room = self.room();
+        if self.poll().is_terminal() {
+            return Ok(());
+        }
+        if !options.state_indices.iter().all(Vec::is_empty) {
+            let backend = self.manager.backend();
+            return Err(RoomError::NotSupported { room, what: "a state component", backend });
+        }
+        let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(total) = cursor.total else {
+            return Err(RoomError::Order { room, what: "send() before init()" });
+        };
+        if cursor.last_sent {
+            return Err(RoomError::AfterLast { room });
+        }
+        let too_many = RoomError::TooManyPages { room, pages: kv_indices.len(), sent: cursor.sent, total };
+        let end = u32::try_from(kv_indices.len()).ok().and_then(|n| cursor.sent.checked_add(n));
+        let Some(end) = end.filter(|end| *end <= total) else { return Err(too_many) };
+        let spec = ChunkSpec {
+            pages: kv_indices.into(),
+            index_slice: cursor.sent..end,
+            is_last: end == total,
+            has_wait_event: options.wait_event.is_some(),
+            aux_index: cursor.aux_index,
+        };
+        cursor.sent = end;
+        cursor.last_sent = end == total;
+        // Under the cursor's lock, so that two threads' chunks keep their order.
+        self.manager.submit(PrefillCommand::Send(self.shared.clone(), spec, options.wait_event));
+        Ok(())
+    }
+
+    /// The room's state: one atomic load. Success only when every byte is in place and decode has been told.
+    pub fn poll(&self) -> KvPoll {
+        self.shared.poll()
+    }
+
+    /// Wait for Success or Failed, on any runtime.
+    pub async fn wait(&self) -> KvPoll {
+        self.shared.wait_for(|s| s.poll().is_terminal()).await;
+        self.poll()
+    }
+
+    /// Block until Success or Failed, or the time is over.
+    pub fn wait_timeout(&self, timeout: Duration) -> KvPoll {
+        self.shared.wait_for_timeout(timeout, |s| s.poll().is_terminal());
+        self.poll()
+    }
+
+    /// Give the room up: it ends Failed, and every known decode is told. Can be repeated; changes no terminal state.
+    pub fn abort(&self) {
+        if !self.fake {
+            self.manager.submit(PrefillCommand::Abort(self.shared.clone()));
+        }
+    }
+
+    /// Whether the source pages are free: the room is terminal and nothing reads them any more.
+    pub fn releasable(&self) -> bool {
+        self.shared.releasable()
+    }
+
+    /// Wait until [`releasable`](Self::releasable).
+    pub async fn released(&self) {
+        self.shared.wait_for(RoomShared::releasable).await;
+    }
+
+    /// Block until [`releasable`](Self::releasable), or the time is over; tells which.
+    pub fn released_timeout(&self, timeout: Duration) -> bool {
+        self.shared.wait_for_timeout(timeout, RoomShared::releasable)
+    }
+
+    /// From the first `send()` to Success, and from the last `send()` to Success.
+    pub fn transfer_latency(&self) -> Option<(Duration, Duration)> {
+        self.shared.latency()
+    }
+
+    /// Let go of the room: its number is free for the next one. A terminal state keeps its value (C3).
+    pub fn clear(&self) {
+        if !self.cleared.swap(true, Ordering::AcqRel) && !self.fake {
+            self.manager.live.give_back(&self.shared, false);
+            self.manager.submit(PrefillCommand::Clear(self.shared.clone()));
+        }
+    }
+
+    /// Conclude, clear, and say why the room failed. `None` for a room that succeeded.
+    pub fn failure(&self) -> Option<KvTransferError> {
+        if self.poll() == KvPoll::Success {
+            return None;
+        }
+        if self.poll() != KvPoll::Failed && !self.fake {
+            // Asked before this rank knows of a failure: another rank's failed (C5).
+            self.manager.submit(PrefillCommand::Fail(self.shared.clone(), Failure::elsewhere()));
+            self.wait_timeout(Duration::from_secs(5));
+        }
+        self.clear();
+        let failure = self.shared.failure().cloned().unwrap_or_else(Failure::elsewhere);
+        Some(failure.error(self.room()))
+    }
+}
+
+impl RoomHandle for KvSender {
+    fn room(&self) -> Room {
+        self.shared.room()
+    }
+    fn poll(&self) -> KvPoll {
+        self.shared.poll()
+    }
+}
+
+impl KvSender {
+    /// Its number.
+    pub fn room(&self) -> Room {
+        self.shared.room()
+    }
+}
+
+impl Drop for KvSender {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
