@@ -42,7 +42,10 @@ fn cat_f55_peers_that_come_and_go_leave_nothing() {
             }
         }
         for (side, ear) in [&p, &q].into_iter().zip(&mut ears) {
-            ear.until("the peer is forgotten", |_| side.transport.stats().peers == 0);
+            settle_down("the peer is forgotten", || {
+                ear.listen(Duration::from_millis(1));
+                side.transport.stats().peers == 0
+            });
         }
         if n == 20 {
             settle_down("quiet", || open_fds() > 0);
@@ -52,27 +55,6 @@ fn cat_f55_peers_that_come_and_go_leave_nothing() {
     // Other tests of this binary run at the same time: room for them, but not for 200 peers.
     assert!(open_fds() < fds + 100, "{} descriptors, {fds} before", open_fds());
     assert!(threads() < tasks + 60, "{} threads, {tasks} before", threads());
-}
-
-#[test]
-fn the_number_of_threads_does_not_depend_on_peers() {
-    let d = Side::new(TcpConfig { workers: 2, ..tcp() }, 4096);
-    let sources: Vec<Side> = (0..5).map(|_| Side::new(TcpConfig { workers: 2, ..tcp() }, 4096)).collect();
-    let names = || {
-        std::fs::read_dir("/proc/self/task")
-            .unwrap()
-            .filter_map(|t| std::fs::read_to_string(t.unwrap().path().join("comm")).ok())
-            .filter(|n| n.starts_with("kv-tcp"))
-            .count()
-    };
-    let _ = names();
-    for s in &sources {
-        for _ in 0..3 {
-            s.connect(&d.descriptor(1));
-        }
-        assert_eq!(s.transport.stats().peers, 1);
-    }
-    assert_eq!(d.transport.stats().sessions, 5);
 }
 
 #[test]

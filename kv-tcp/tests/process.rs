@@ -1,5 +1,7 @@
 //! Two processes: death, pause and cuts, and what may be said about quiet after each.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, outside `#[test]` functions
+
 mod common;
 
 use std::time::Duration;

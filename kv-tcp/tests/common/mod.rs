@@ -1,5 +1,6 @@
 //! Two ends of a transfer, in one process or two.
 #![allow(dead_code)] // every test binary uses its own part
+#![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests, outside `#[test]` functions
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
