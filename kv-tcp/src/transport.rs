@@ -318,6 +318,11 @@ impl TcpTransport {
             peer.sever();
         }
     }
+
+    /// [`TcpTransport::sever`] for every peer.
+    pub fn sever_all(&self) {
+        self.core.inner.all_peers().iter().for_each(|p| p.sever());
+    }
 }
 
 impl Transport for TcpTransport {

@@ -246,6 +246,38 @@ fn a_region_unregistered_in_the_middle_is_refused_from_then_on() {
     }
 }
 
+/// Where the kernel forbids reading the source's memory, TCP is used, and the reason is told.
+#[test]
+fn a_source_that_may_not_be_read_is_served_over_tcp() {
+    let mut d = Other::start("unprivileged", 1 << 20, 7);
+    let hex: String = d.descriptor.metadata.iter().map(|b| format!("{b:02x}")).collect();
+    let out = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "unreadable_source_main", "--nocapture", "--test-threads=1"])
+        .env(SOURCE, format!("direct {} {} {hex}", d.descriptor.name, d.base))
+        .output()
+        .unwrap();
+    let out = String::from_utf8(out.stdout).unwrap();
+    assert!(out.contains("@Tcp reading the source's memory is not permitted"), "{out}");
+    assert_eq!(d.hash(0, 4096), hash(&pattern(1 << 20, 1)[..4096]));
+}
+
+#[test]
+fn unreadable_source_main() {
+    let Ok(spec) = std::env::var(SOURCE) else { return };
+    let words: Vec<&str> = spec.split(' ').collect();
+    drop_privileges();
+    // SAFETY: plain integers. Not dumpable: nobody but root may read this process's memory.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0) }, 0);
+    let p = Side::new(direct(), 1 << 20);
+    p.fill(1);
+    let mut ear = Ear::new(&p);
+    let peer = p.connect(&descriptor(words[1], words[3]));
+    let path = p.transport.peer_path(peer).unwrap();
+    ear.submit(p.op(1, peer, piece(&p, 0, words[2].parse().unwrap(), 4096)));
+    assert_eq!(ear.outcome(1), Outcome::Done);
+    println!("\n@{:?} {}", path.kind, path.reason);
+}
+
 // ---- this process as the target, the other as the source ----
 
 struct Source(std::process::Child);
@@ -276,18 +308,19 @@ fn source_main() {
     let p = Side::new(if words[0] == "tcp" { tcp() } else { direct() }, 16 * MIB);
     p.fill(1);
     let mut ear = Ear::new(&p);
-    let bytes: Vec<u8> = words[3]
-        .as_bytes()
-        .chunks(2)
-        .map(|c| u8::from_str_radix(std::str::from_utf8(c).unwrap(), 16).unwrap())
-        .collect();
-    let peer = p.connect(&kv_core::transport::PeerDescriptor {
-        name: words[1].to_owned(),
-        metadata: bytes.into(),
-        endpoint: kv_core::net::Endpoint::new("127.0.0.1", 1),
-    });
+    let peer = p.connect(&descriptor(words[1], words[3]));
     let base: u64 = words[2].parse().unwrap();
     for n in 0.. {
         ear.push(p.op(n, peer, long_op(&p, base, 16 * MIB, 10)));
+    }
+}
+
+fn descriptor(name: &str, hex: &str) -> kv_core::transport::PeerDescriptor {
+    let bytes: Vec<u8> =
+        hex.as_bytes().chunks(2).map(|c| u8::from_str_radix(std::str::from_utf8(c).unwrap(), 16).unwrap()).collect();
+    kv_core::transport::PeerDescriptor {
+        name: name.to_owned(),
+        metadata: bytes.into(),
+        endpoint: kv_core::net::Endpoint::new("127.0.0.1", 1),
     }
 }
