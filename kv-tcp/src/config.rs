@@ -82,7 +82,7 @@ impl Default for TcpConfig {
             same_host: SameHost::Auto,
             ptrace_opt_in: PtraceOptIn::Any,
             socket_buffer: Some(512 << 10),
-            inline_max: 32 << 10,
+            inline_max: 64 << 10,
             split_min: 4 << 20,
             max_ops_in_flight: 1024,
             max_queued_bytes: 4 << 20,

@@ -77,11 +77,11 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
         }
     }
     // Two connectors may have raced for the same generation: the first one's session stays.
-    if let Some(winner) = inner.all_peers().into_iter().find(|p| p.name == blob.name && p.live()) {
-        if !winner.closing.load(Ordering::Acquire) {
-            winner.set_regions(blob.regions);
-            return Ok(winner.id);
-        }
+    if let Some(winner) = inner.all_peers().into_iter().find(|p| p.name == blob.name && p.live())
+        && !winner.closing.load(Ordering::Acquire)
+    {
+        winner.set_regions(blob.regions);
+        return Ok(winner.id);
     }
     let sockets = links.iter().map(|l| &l.1).chain(&data).map(Arc::downgrade).collect();
     // Spread over the workers, starting at another one for every peer.

@@ -214,11 +214,11 @@ impl TcpLane {
             self.core.inner.keeper.post(Task::Look);
         }
         // Over TCP the source is quiet once our own sends have ended; the workers see to that at once.
-        if let Some(at) = self.ending.iter().position(|p| p.id == peer.id) {
-            if peer.jobs.load(Ordering::SeqCst) == 0 {
-                self.ending.swap_remove(at);
-                self.end(peer, &error);
-            }
+        if let Some(at) = self.ending.iter().position(|p| p.id == peer.id)
+            && peer.jobs.load(Ordering::SeqCst) == 0
+        {
+            self.ending.swap_remove(at);
+            self.end(peer, &error);
         }
         if let Some(settlement) = settlement {
             self.settle(peer.id, settlement);
@@ -497,13 +497,12 @@ impl Lane for TcpLane {
                 continue;
             }
             let id = PeerId(event.token);
-            if event.writable {
-                if let Some(link) = self.links.get_mut(&id) {
-                    if let Err(e) = link.flush(&self.ep) {
-                        let peer = Arc::clone(&link.peer);
-                        self.lose(&peer, &e);
-                    }
-                }
+            if event.writable
+                && let Some(link) = self.links.get_mut(&id)
+                && let Err(e) = link.flush(&self.ep)
+            {
+                let peer = Arc::clone(&link.peer);
+                self.lose(&peer, &e);
             }
             if event.readable {
                 self.drain(id);

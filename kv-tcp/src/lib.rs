@@ -8,6 +8,8 @@ mod connect;
 mod copy;
 mod frame;
 mod host;
+#[cfg(test)]
+mod hostile_tests;
 mod inbound;
 mod keeper;
 mod lane;

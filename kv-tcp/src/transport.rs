@@ -228,10 +228,12 @@ impl TcpTransport {
             SameHost::Off => Some("turned off at the source".to_owned()),
             SameHost::Auto => None,
         };
-        if no_direct.is_none() && host::yama_scope() == Some(1) && config.ptrace_opt_in == PtraceOptIn::Any {
-            if let Err(e) = sys::allow_any_reader() {
-                tracing::info!(error = %e, "Yama's opt-in failed; peers on this host use TCP");
-            }
+        if no_direct.is_none()
+            && host::yama_scope() == Some(1)
+            && config.ptrace_opt_in == PtraceOptIn::Any
+            && let Err(e) = sys::allow_any_reader()
+        {
+            tracing::info!(error = %e, "Yama's opt-in failed; peers on this host use TCP");
         }
         let counters = Arc::new(Counters::default());
         let workers = (0..config.worker_count())
@@ -315,6 +317,11 @@ impl TcpTransport {
         if let Some(peer) = self.core.inner.peer(peer) {
             peer.sever();
         }
+    }
+
+    /// [`TcpTransport::sever`] for every peer.
+    pub fn sever_all(&self) {
+        self.core.inner.all_peers().iter().for_each(|p| p.sever());
     }
 }
 

@@ -1,5 +1,7 @@
 //! Bytes arrive where the plan says, whatever the plan and the path.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, outside `#[test]` functions
+
 mod common;
 
 use common::*;
@@ -89,7 +91,7 @@ fn random_plans_arrive_over_tcp() {
 #[test]
 fn random_plans_arrive_over_tcp_with_other_cuts() {
     let config =
-        TcpConfig { connections_per_peer: 3, workers: 3, inline_max: 0, socket_buffer: Some(8 << 10), ..tcp() };
+        TcpConfig { connections_per_peer: 3, workers: 3, inline_max: 0, socket_buffer: Some(128 << 10), ..tcp() };
     random_plans(&config, PathKind::Tcp, 30);
 }
 
