@@ -28,7 +28,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn status(stamp: u64) -> Multipart {
-    let mut frames: Multipart = [&b"KV_STATUS"[..], b"123456789", b"4", b"0"].map(Bytes::from_static).into();
+    let text = [&b"KV_STATUS"[..], b"123456789", b"4", b"0"];
+    let mut frames: Multipart = text.map(Bytes::from_static).into_iter().collect();
     frames.push(Bytes::copy_from_slice(&stamp.to_le_bytes()));
     frames
 }

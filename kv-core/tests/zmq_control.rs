@@ -182,6 +182,45 @@ fn cat_f63_a_peer_that_comes_and_goes_never_sees_a_torn_message() {
 }
 
 #[test]
+fn cat_f63_a_message_cut_off_halfway_does_not_swallow_the_next_one() {
+    let limits = Limits::default();
+    // Large enough that a peer can go while it is being queued.
+    let big: Multipart = std::iter::repeat_n(Bytes::from(vec![1u8; 1 << 20]), 32).collect();
+    let (first, to) = inbox("127.0.0.1", &limits);
+    drop(first);
+    let mut outbox = outbox(PushRole::ToDecode, &limits);
+    let raw = zmq::Context::new();
+    let bind = || {
+        let pull = raw.socket(zmq::PULL).unwrap();
+        pull.set_linger(0).unwrap();
+        pull.set_rcvtimeo(20).unwrap();
+        until("the port", || pull.bind(&to.zmq_uri()).is_ok());
+        pull
+    };
+    let (mut torn, mut pause) = (0, 0);
+    until("three torn messages", || {
+        let pull = bind();
+        until("a connection", || outbox.send(&to, numbered(0, 0)).is_ok() && pull.recv_multipart(0).is_ok());
+        pause = (pause + 1) % 10;
+        let end = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(pause));
+            drop(pull);
+        });
+        // Taken, lost with its connection, or gone twice.
+        let _ = outbox.send(&to, big.clone());
+        end.join().unwrap();
+        let mut events = Vec::new();
+        outbox.poll_events(99, &mut events);
+        let within = |e: &ControlEvent| matches!(e, ControlEvent::PeerLost(_, why) if why.contains("within a message"));
+        torn += events.iter().filter(|e| within(e)).count();
+        torn >= 3
+    });
+    // The one that follows a torn one arrives: each was sent until it did, and this is the last time.
+    let pull = bind();
+    until("delivery", || outbox.send(&to, numbered(0, 1)).is_ok() && pull.recv_multipart(0).is_ok());
+}
+
+#[test]
 fn cat_f64_a_peer_that_does_not_handshake_stalls_the_queue_not_the_caller() {
     let limits = Limits { max_send_queue: 10, ..Limits::default() };
     for role in [PushRole::ToDecode, PushRole::ToPrefill] {
@@ -316,7 +355,10 @@ fn cat_f53_a_lost_decode_peer_is_reported_and_not_called_again() {
     let (mut gone, to) = inbox("127.0.0.1", &limits);
     let mut outbox = outbox(PushRole::ToDecode, &limits);
     outbox.send(&to, numbered(0, 0)).unwrap();
-    take(&mut gone, 1);
+    // Nobody looks after this one's sockets when the peer is gone: they must not call it either.
+    let mut unwatched = self::outbox(PushRole::ToDecode, &limits);
+    unwatched.send(&to, numbered(1, 0)).unwrap();
+    take(&mut gone, 2);
     drop(gone);
     assert_eq!(until_lost(&mut outbox), (to.clone(), "the peer closed the connection".to_owned()));
     assert!(outbox.is_empty());
@@ -336,6 +378,7 @@ fn cat_f53_a_lost_decode_peer_is_reported_and_not_called_again() {
         drop(control.accept().unwrap());
     }
     assert_eq!(successor.accept().unwrap_err().kind(), std::io::ErrorKind::WouldBlock);
+    assert_eq!(unwatched.len(), 1);
 
     // The next use makes a new connection.
     outbox.send(&to, numbered(0, 1)).unwrap();

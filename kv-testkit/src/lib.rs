@@ -8,8 +8,9 @@
 //! | `control::ControlPlane` | [`SimNet`], [`SimControl`](net::SimControl) |
 //! | `directory::Directory` | [`FakeDirectory`] |
 //!
-//! Besides: [`World`], shards on all of these, stepped until nothing moves; [`conformance`], the suite every transport runs; [`vectors`], the loader of the golden vectors; [`Rng`], a
-//! small seeded generator; [`print`], readable bytes and frames.
+//! Besides: [`World`], shards on all of these, stepped until nothing moves; [`conformance`], the suite every transport
+//! runs; [`vectors`], the loader of the golden vectors; [`Rng`], a small seeded generator; [`mod@print`], readable bytes
+//! and frames.
 //!
 //! Used by tests only, so a misuse or a broken rule panics and says what happened.
 #![deny(unsafe_op_in_unsafe_fn)]
@@ -17,7 +18,7 @@
 #![allow(clippy::expect_used)]
 
 pub mod clock;
-// pub mod conformance;
+pub mod conformance;
 pub mod directory;
 pub mod fake_transport;
 pub mod memory;

@@ -4,19 +4,31 @@ use std::fmt::Write as _;
 
 /// Lower-case hex.
 pub fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut s, b| {
-        let _ = write!(s, "{b:02x}");
-        s
-    })
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut out = String::with_capacity(bytes.len() * 2);
+    for b in bytes {
+        out.push(DIGITS[usize::from(b >> 4)] as char);
+        out.push(DIGITS[usize::from(b & 15)] as char);
+    }
+    out
+}
+
+fn nibble(c: u8) -> Result<u8, String> {
+    match c {
+        b'0'..=b'9' => Ok(c - b'0'),
+        b'a'..=b'f' => Ok(c - b'a' + 10),
+        b'A'..=b'F' => Ok(c - b'A' + 10),
+        _ => Err(format!("{:?} is not a hex digit", c as char)),
+    }
 }
 
 /// Bytes of lower- or upper-case hex text, or what is wrong with it.
 pub fn unhex(text: &str) -> Result<Vec<u8>, String> {
-    let nibble = |c: u8| (c as char).to_digit(16).ok_or_else(|| format!("{:?} is not a hex digit", c as char));
-    if text.len() % 2 != 0 {
+    let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    if !rest.is_empty() {
         return Err(format!("{} hex digits do not make whole bytes", text.len()));
     }
-    text.as_bytes().chunks(2).map(|p| Ok((nibble(p[0])? << 4 | nibble(p[1])?) as u8)).collect()
+    pairs.iter().map(|[high, low]| Ok(nibble(*high)? << 4 | nibble(*low)?)).collect()
 }
 
 /// The usual three columns: offset, 16 bytes in hex, text.

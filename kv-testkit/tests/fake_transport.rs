@@ -1,4 +1,5 @@
 //! The fake transport keeps the seam's law and notices who breaks it.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::sync::Arc;
 
@@ -230,6 +231,22 @@ fn cat_f32_a_source_overwritten_in_flight_is_seen() {
     assert!(caught.is_err());
     t.p.complete(OpId(1));
     assert_eq!(t.fabric.take_violations(), Vec::<String>::new(), "told once");
+}
+
+#[test]
+fn a_destination_unregistered_under_a_write_is_seen() {
+    let mut t = pair();
+    t.lane.submit(t.op(1, &[(0, 0)])).unwrap();
+    t.p.unresolve(OpId(1));
+    t.fabric.assert_no_premature_release();
+    let Pair { fabric, p, _dst_region, lane, .. } = t;
+    drop(_dst_region);
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| fabric.assert_no_premature_release()));
+    let text = *caught.unwrap_err().downcast::<String>().unwrap();
+    assert!(text.contains("d let go of memory that p OpId(1) may still write"), "{text}");
+    p.settle(OpId(1), true, true);
+    fabric.assert_no_premature_release();
+    drop(lane);
 }
 
 #[test]

@@ -1,4 +1,5 @@
 //! The simulated network: order, faults, time.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::time::Duration;
 

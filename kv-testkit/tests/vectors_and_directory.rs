@@ -1,4 +1,5 @@
 //! The loader on real files, and the fake directory's shapes against them.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::time::Duration;
 

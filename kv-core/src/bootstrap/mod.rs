@@ -3,7 +3,7 @@
 //! * [`types`]: the JSON of the five routes, and the [`Registry`] seam behind which another directory can stand in.
 //! * [`table`]: what a server remembers, as a state machine without I/O or clock.
 //! * [`address`]: how hosts become URLs.
-//! * [`server`], [`client`] (feature `bootstrap`): HTTP on both sides.
+//! * `server`, `client` (feature `bootstrap`): HTTP on both sides.
 
 pub mod address;
 #[cfg(feature = "bootstrap")]

@@ -82,7 +82,7 @@ fn hint(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::AddrInUse => {
             "; another server holds the port: stop it, or choose another --disaggregation-bootstrap-port"
-        },
+        }
         io::ErrorKind::AddrNotAvailable => "; no interface of this machine has that address",
         io::ErrorKind::PermissionDenied => "; ports below 1024 need a privilege",
         _ => "",
@@ -155,7 +155,7 @@ impl BootstrapServer {
                     Ok((listener, addr)) => {
                         let _ = started.send(Ok(addr));
                         serve(listener, state, stopped).await;
-                    },
+                    }
                     Err(e) => drop(started.send(Err(e))),
                 }
             });
@@ -168,7 +168,7 @@ impl BootstrapServer {
             Err(e) => {
                 let _ = thread.join();
                 Err(e)
-            },
+            }
         }
     }
 
@@ -292,7 +292,7 @@ fn bad_row(error: &RowError) -> Response {
         RowError::Invalid { .. } => {
             tracing::warn!(%error, "bootstrap row refused");
             reply(400, TEXT, error.to_string())
-        },
+        }
     }
 }
 
@@ -304,7 +304,7 @@ async fn route(State(state): State<Arc<Shared>>, request: Request) -> Response {
     match *request.method() {
         Method::PUT => match read_body(request.into_body(), state.max_body).await {
             Ok(body) => put_route(&state, &body),
-            Err(response) => response,
+            Err(error) => error.into(),
         },
         Method::GET => get_route(&state, request.uri().query().unwrap_or("")),
         // Its content type is what 0.5.23 sends.
@@ -322,17 +322,17 @@ fn put_route(state: &Shared, body: &[u8]) -> Response {
     match result {
         Ok(Registered::New | Registered::Same) => {
             tracing::info!(?key, rank_ip, rank_port, "prefill rank registered");
-        },
+        }
         Ok(Registered::Replaced { old }) => {
             tracing::warn!(?key, rank_ip, rank_port, ?old, "prefill rank registered anew, its old address is dropped");
-        },
+        }
         Ok(Registered::TookOver { dropped_rows }) => {
             tracing::warn!(?key, rank_ip, dropped_rows, "a restarted prefill server replaced the old one");
-        },
+        }
         Err(error) => {
             tracing::warn!(?key, rank_ip, rank_port, %error, "prefill rank refused");
             return refused(&error);
-        },
+        }
     }
     ok()
 }
@@ -362,7 +362,7 @@ fn get_route(state: &Shared, query: &str) -> Response {
 async fn register_dp_rank(State(state): State<Arc<Shared>>, request: Request) -> Response {
     let body = match read_body(request.into_body(), state.max_body).await {
         Ok(body) => body,
-        Err(response) => return response,
+        Err(error) => return error.into(),
     };
     let entry = match RegisterDpRank::from_json(&body) {
         Ok(entry) => entry,
@@ -375,7 +375,7 @@ async fn register_dp_rank(State(state): State<Arc<Shared>>, request: Request) ->
 async fn query_dp_ranks(State(state): State<Arc<Shared>>, request: Request) -> Response {
     let body = match read_body(request.into_body(), state.max_body).await {
         Ok(body) => body,
-        Err(response) => return response,
+        Err(error) => return error.into(),
     };
     let query = match QueryDpRanks::from_json(&body) {
         Ok(query) => query,
@@ -386,15 +386,31 @@ async fn query_dp_ranks(State(state): State<Arc<Shared>>, request: Request) -> R
     json(&map)
 }
 
+/// Why a body was not read.
+enum BodyError {
+    Broken,
+    TooLarge(usize),
+    TooSlow,
+}
+
+impl From<BodyError> for Response {
+    fn from(error: BodyError) -> Self {
+        match error {
+            BodyError::Broken => reply(400, TEXT, "400: Bad Request"),
+            BodyError::TooLarge(limit) => reply(413, TEXT, format!("Maximum request body size {limit} exceeded.")),
+            BodyError::TooSlow => reply(408, TEXT, "408: Request Timeout"),
+        }
+    }
+}
+
 /// The body, at most `limit` bytes. What is over is read and thrown away (up to a bound), since a client that is still
 /// writing would otherwise see a reset connection instead of the 413.
-async fn read_body(mut body: Body, limit: usize) -> Result<Vec<u8>, Response> {
+async fn read_body(mut body: Body, limit: usize) -> Result<Vec<u8>, BodyError> {
     let read = async {
         let (mut bytes, mut total) = (Vec::new(), 0usize);
         while let Some(frame) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
-            let Ok(frame) = frame else { return Err(reply(400, TEXT, "400: Bad Request")) };
-            let Ok(data) = frame.into_data() else { continue };
-            total += data.len();
+            let Ok(data) = frame.map_err(|_| BodyError::Broken)?.into_data() else { continue };
+            total = total.saturating_add(data.len());
             if total <= limit {
                 bytes.extend_from_slice(&data);
             } else if total > limit.saturating_mul(8) {
@@ -403,12 +419,9 @@ async fn read_body(mut body: Body, limit: usize) -> Result<Vec<u8>, Response> {
                 bytes = Vec::new();
             }
         }
-        if total > limit {
-            return Err(reply(413, TEXT, format!("Maximum request body size {limit} exceeded.")));
-        }
-        Ok(bytes)
+        if total > limit { Err(BodyError::TooLarge(limit)) } else { Ok(bytes) }
     };
-    tokio::time::timeout(BODY_TIMEOUT, read).await.unwrap_or_else(|_| Err(reply(408, TEXT, "408: Request Timeout")))
+    tokio::time::timeout(BODY_TIMEOUT, read).await.unwrap_or(Err(BodyError::TooSlow))
 }
 
 /// The first value of `key` in a query string, decoded.
@@ -432,7 +445,7 @@ fn decode(text: &str) -> String {
             (b'%', Some(high), Some(low)) => {
                 out.push((high * 16 + low) as u8);
                 at += 2;
-            },
+            }
             _ => out.push(byte),
         }
     }

@@ -84,7 +84,9 @@ pub enum TableError {
         size: u32,
     },
     /// 400: more ranks than the table may hold.
-    #[error("bad registration: dp_size x attn_cp_size x attn_tp_size x pp_size = {ranks} ranks, this server keeps at most {limit}")]
+    #[error(
+        "bad registration: dp_size x attn_cp_size x attn_tp_size x pp_size = {ranks} ranks, this server keeps at most {limit}"
+    )]
     TooManyRanks {
         /// Product of the sizes.
         ranks: u64,
@@ -102,7 +104,11 @@ pub enum TableError {
         limit: usize,
     },
     /// 400: the row disagrees with the rows before it.
-    #[error("{}: {field} is {stored} on this server, {sent} in the row of {}; start every prefill rank with the same arguments", headline(field), name(key))]
+    #[error(
+        "{}: {field} is {stored} on this server, {sent} in the row of {}; start every prefill rank with the same arguments",
+        headline(field),
+        name(key)
+    )]
     Inconsistent {
         /// The key.
         field: &'static str,
@@ -114,7 +120,10 @@ pub enum TableError {
         key: RankKey,
     },
     /// 400: the rank belongs to another host ([`OwnerPolicy::RefuseOtherHost`]).
-    #[error("{} is registered by {stored}, refused to {sent}: this server does not hand a rank to another host", name(key))]
+    #[error(
+        "{} is registered by {stored}, refused to {sent}: this server does not hand a rank to another host",
+        name(key)
+    )]
     OtherOwner {
         /// Which rank.
         key: RankKey,
@@ -234,7 +243,8 @@ impl Life {
         let a = &self.first;
         // The two that 0.5.23 checks come first, so that its answers are the same.
         if a.dsv41_spec_layout != row.dsv41_spec_layout {
-            let text = |v: &Option<serde_json::Value>| v.as_ref().map_or("null".to_owned(), |v| shorten(&v.to_string()));
+            let text =
+                |v: &Option<serde_json::Value>| v.as_ref().map_or("null".to_owned(), |v| shorten(&v.to_string()));
             return Some(("dsv41_spec_layout", text(&a.dsv41_spec_layout), text(&row.dsv41_spec_layout)));
         }
         let texts = [
@@ -320,7 +330,7 @@ impl RegistryTable {
         match &result {
             Ok(Registered::Replaced { .. }) => self.stats.replaced += 1,
             Ok(Registered::TookOver { .. }) => self.stats.takeovers += 1,
-            Ok(_) => {},
+            Ok(_) => {}
             Err(_) => self.stats.refused += 1,
         }
         result
@@ -386,7 +396,7 @@ impl RegistryTable {
             Some((life, expires)) if *expires > now && life.conflict(row).is_none() => {
                 life.insert(row);
                 *expires = until;
-            },
+            }
             other => *other = Some((Life::new(row), until)),
         }
         match self.successor.take_if(|(life, _)| life.is_complete()) {
@@ -396,7 +406,7 @@ impl RegistryTable {
                 // The old life's rooms are over with it.
                 self.dp_rooms.clear();
                 Ok(Registered::TookOver { dropped_rows })
-            },
+            }
             None => Err(TableError::Inconsistent { field, stored, sent, key }),
         }
     }
@@ -451,11 +461,11 @@ impl RegistryTable {
     fn sweep(&mut self, now: Timestamp) {
         let ttl = self.config.dp_rank_ttl;
         match self.next_sweep {
-            Some(at) if now < at => {},
+            Some(at) if now < at => {}
             Some(_) => {
                 self.dp_rooms.retain(|_, (_, stored)| now.since(*stored) < ttl);
                 self.next_sweep = Some(now + ttl);
-            },
+            }
             None => self.next_sweep = Some(now + ttl),
         }
     }

@@ -165,7 +165,9 @@ impl<'a> Fields<'a> {
             Value::Number(_) => coerce::int(value),
             _ => None,
         };
-        let Some(number) = number else { return Err(RowError::Malformed(format!("{field} = {value} is not a number"))) };
+        let Some(number) = number else {
+            return Err(RowError::Malformed(format!("{field} = {value} is not a number")));
+        };
         match u32::try_from(number) {
             Ok(number) if number >= min && i32::try_from(number).is_ok() => Ok(number),
             _ => Err(RowError::Invalid { field, value: value.to_string(), want }),
@@ -182,7 +184,8 @@ impl<'a> Fields<'a> {
 
     fn page_size(&self) -> Result<u32, RowError> {
         let (field, value) = ("page_size", self.required("page_size")?);
-        let tokens = coerce::int(value).ok_or_else(|| RowError::Malformed(format!("{field} = {value} is not a number")))?;
+        let tokens =
+            coerce::int(value).ok_or_else(|| RowError::Malformed(format!("{field} = {value} is not a number")))?;
         match u32::try_from(tokens) {
             Ok(tokens) if tokens > 0 => Ok(tokens),
             _ => Err(RowError::Invalid { field, value: value.to_string(), want: "a page holds at least one token" }),
@@ -190,7 +193,8 @@ impl<'a> Fields<'a> {
     }
 
     fn port(&self, field: &'static str, value: &Value) -> Result<u16, RowError> {
-        let port = coerce::int(value).ok_or_else(|| RowError::Malformed(format!("{field} = {value} is not a number")))?;
+        let port =
+            coerce::int(value).ok_or_else(|| RowError::Malformed(format!("{field} = {value} is not a number")))?;
         match u16::try_from(port) {
             Ok(port) if port > 0 => Ok(port),
             _ => Err(RowError::Invalid { field, value: value.to_string(), want: "a port is 1 to 65535" }),
@@ -201,7 +205,7 @@ impl<'a> Fields<'a> {
         match self.required(field)? {
             Value::String(s) if s.is_empty() => {
                 Err(RowError::Invalid { field, value: "\"\"".into(), want: "a text that is not empty" })
-            },
+            }
             Value::String(s) => Ok(s.clone()),
             value => Err(RowError::Malformed(format!("{field} = {value} is not a string"))),
         }
@@ -302,7 +306,9 @@ impl ParallelInfo {
         let required = |key: &str| map.get(key).ok_or_else(|| format!("{key} is missing"));
         let present = |key: &str| map.get(key).filter(|v| !v.is_null());
         let number = |key: &str, value: &Value| {
-            coerce::int(value).and_then(|n| u32::try_from(n).ok()).ok_or_else(|| format!("{key} = {value} is not a number"))
+            coerce::int(value)
+                .and_then(|n| u32::try_from(n).ok())
+                .ok_or_else(|| format!("{key} = {value} is not a number"))
         };
         let size = |key: &str| match number(key, required(key)?)? {
             0 => Err(format!("{key} = 0: a size is at least 1")),
@@ -481,7 +487,7 @@ pub enum RegistryError {
 
 /// A directory of prefill ranks. `addr` is the server's `host:port`, IPv6 bracketed.
 ///
-/// [`HttpRegistry`](super::client::HttpRegistry) speaks to SGLang's bootstrap server or ours; something else, such as
+/// `HttpRegistry` (feature `bootstrap`) speaks to SGLang's bootstrap server or ours; something else, such as
 /// a key-value store, can stand in.
 #[async_trait]
 pub trait Registry: Send + Sync {

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering, fence};
 /// Memory ordering: `arm` stores the flag, then runs a `SeqCst` fence; `wake` runs a `SeqCst` fence, then loads the
 /// flag. This is the store-buffering pattern: the two fences have one order, so either the waker sees the flag (and
 /// writes), or the sleeper's second look sees the work. Both missing each other is impossible; both succeeding costs
-/// one needless wake. A waker that finds the flag down pays a fence and a load (about 5 ns), no system call.
+/// one needless wake. A waker that finds the flag down pays a fence and a load, no system call.
 #[derive(Debug)]
 pub struct WakeFd {
     file: File,

@@ -4,10 +4,23 @@
 //! HTTP directory (feature `bootstrap`) answers from a thread of its own, caches per address, asks once for many
 //! rooms (single-flight), and watches the health of each address it handed out.
 
+pub mod cache;
+pub mod compat;
+pub mod heartbeat;
+#[cfg(feature = "bootstrap")]
+pub mod http;
+mod server_state;
+
 use std::sync::Arc;
 
 use crate::ids::{PrefillRank, Room};
 use crate::net::Endpoint;
+
+pub use cache::{DirectoryConfig, DirectoryCore};
+pub use compat::DecodeProfile;
+pub use heartbeat::HeartbeatConfig;
+#[cfg(feature = "bootstrap")]
+pub use http::{DirectoryHandle, EventSink, HttpDirectory};
 
 /// One prefill rank a decode rank talks to.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,7 +1,7 @@
 //! What a handle and the shard share about one room: one word to poll, one event to wait on.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -31,6 +31,7 @@ pub struct RoomShared {
     room: Room,
     life: u64,
     word: AtomicU32,
+    decode_prefix_len: AtomicU64,
     event: Event,
     failure: OnceLock<Failure>,
     latency: OnceLock<(Duration, Duration)>,
@@ -44,6 +45,7 @@ impl RoomShared {
             room,
             life,
             word: AtomicU32::new(KvPoll::Bootstrapping as u32),
+            decode_prefix_len: AtomicU64::new(0),
             event: Event::new(),
             failure: OnceLock::new(),
             latency: OnceLock::new(),
@@ -74,6 +76,15 @@ impl RoomShared {
     /// Why it failed, once it did.
     pub fn failure(&self) -> Option<&Failure> {
         self.failure.get()
+    }
+
+    /// Prefill: tokens decode already has; known from WaitingForInput on.
+    pub fn decode_prefix_len(&self) -> u64 {
+        self.decode_prefix_len.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn set_decode_prefix_len(&self, tokens: u64) {
+        self.decode_prefix_len.store(tokens, Ordering::Release);
     }
 
     /// From the first enqueue, and from the last chunk's enqueue, to Success (C7).

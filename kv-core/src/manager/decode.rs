@@ -7,8 +7,10 @@ use std::thread::JoinHandle;
 use super::live::LiveRooms;
 use super::runtime::Engine;
 use super::{DecodeConfig, KvReceiver, ManagerError, RoomError, is_fake};
-use crate::control::{PushRole, WakeFd, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox, local_ip};
-use crate::directory::{DirectoryConfig, HttpDirectory};
+use crate::control::local_ip::local_ip;
+use crate::control::wake::WakeFd;
+use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
+use crate::directory::{DecodeProfile, DirectoryConfig, HeartbeatConfig, HttpDirectory};
 use crate::engine::{DecodeCommand, DecodeShard, DecodeShardConfig, EventQueue, RoomEvent, RoomShared, Stats};
 use crate::hooks::ManagerHooks;
 use crate::ids::Room;
@@ -41,11 +43,8 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.engine.stop();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(t) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
-            let _ = t.join();
-        }
+        self.engine.stop(thread);
     }
 }
 
@@ -72,7 +71,7 @@ impl DecodeManager {
         let control_error = |e: &dyn std::fmt::Display| ManagerError::Control(e.to_string());
         let context = ZmqContext::new(&config.limits).map_err(|e| control_error(&e))?;
         let (inbox, endpoint) = ZmqInbox::bind(&context, &host, &config.limits).map_err(|e| control_error(&e))?;
-        let mut outbox = ZmqOutbox::new(&context, PushRole::DecodeToPrefill, &config.limits);
+        let mut outbox = ZmqOutbox::new(&context, PushRole::ToPrefill, &config.limits);
 
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         // Decode's steps never block: it posts nothing.
@@ -83,13 +82,16 @@ impl DecodeManager {
         let weak = Arc::downgrade(&engine);
         let spec = layout.spec();
         let directory_config = DirectoryConfig {
-            page_size: spec.page_size,
-            kv_cache_dtype: spec.kv_cache_dtype.clone(),
-            kv_layout: spec.kv_layout.clone(),
-            heartbeat_interval: config.heartbeat_interval,
-            heartbeat_max_failure: config.heartbeat_max_failure,
+            heartbeat: HeartbeatConfig {
+                interval: config.heartbeat_interval,
+                max_failure: config.heartbeat_max_failure,
+                ..HeartbeatConfig::default()
+            },
             limits: config.limits.clone(),
-            ..DirectoryConfig::new(config.rank.clone())
+            ..DirectoryConfig::decode(DecodeProfile {
+                kv_layout: spec.kv_layout.clone(),
+                ..DecodeProfile::new(config.rank.clone(), spec.page_size, &spec.kv_cache_dtype)
+            })
         };
         let directory = HttpDirectory::new(
             directory_config,

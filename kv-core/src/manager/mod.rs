@@ -32,7 +32,7 @@ pub use sender::{KvSender, SendOptions};
 use std::os::fd::RawFd;
 use std::sync::{Arc, OnceLock};
 
-use crate::control::WakeFd;
+use crate::control::wake::WakeFd;
 use crate::engine::{EventQueue, RoomEvent};
 use crate::ids::Room;
 use crate::poll::KvPoll;
@@ -92,7 +92,9 @@ pub enum RoomError {
     #[error("room {0} is in use: clear its sender or receiver before the number is used again")]
     RoomInUse(Room),
     /// An earlier life of this number may still be written to: its pages are not released yet (F6).
-    #[error("room {0} was used before and prefill may still write its old pages: wait for released() of the old receiver")]
+    #[error(
+        "room {0} was used before and prefill may still write its old pages: wait for released() of the old receiver"
+    )]
     RoomDraining(Room),
     /// Too many rooms.
     #[error("{0} rooms are live, which is the limit (Limits.max_rooms)")]

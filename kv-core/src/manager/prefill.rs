@@ -8,8 +8,11 @@ use super::connector::ConnectorThreads;
 use super::live::LiveRooms;
 use super::runtime::Engine;
 use super::{KvSender, ManagerError, PrefillConfig, RoomError, is_fake};
+use crate::bootstrap::types::{FOLLOW_BOOTSTRAP_ROOM, POLICY_EARLY};
 use crate::bootstrap::{PrefillRow, RegistrationConfig, register_prefill_rank};
-use crate::control::{PushRole, WakeFd, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox, local_ip};
+use crate::control::local_ip::local_ip;
+use crate::control::wake::WakeFd;
+use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
 use crate::directory::{Directory, DirectoryRequest};
 use crate::engine::{EventQueue, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats};
 use crate::hooks::ManagerHooks;
@@ -47,11 +50,8 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.engine.stop();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(t) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
-            let _ = t.join();
-        }
+        self.engine.stop(thread);
     }
 }
 
@@ -96,7 +96,7 @@ impl PrefillManager {
         let control_error = |e: &dyn std::fmt::Display| ManagerError::Control(e.to_string());
         let context = ZmqContext::new(&config.limits).map_err(|e| control_error(&e))?;
         let (inbox, endpoint) = ZmqInbox::bind(&context, &host, &config.limits).map_err(|e| control_error(&e))?;
-        let mut outbox = ZmqOutbox::new(&context, PushRole::PrefillToDecode, &config.limits);
+        let mut outbox = ZmqOutbox::new(&context, PushRole::ToDecode, &config.limits);
 
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         let engine = Engine::new(!transport.capabilities().submit_blocks, clock)?;
@@ -187,11 +187,11 @@ impl PrefillManager {
             kv_cache_dtype: spec.kv_cache_dtype.clone(),
             kv_layout: spec.kv_layout.clone(),
             dsv41_spec_layout: None,
-            load_balance_method: crate::bootstrap::FOLLOW_BOOTSTRAP_ROOM.to_owned(),
+            load_balance_method: FOLLOW_BOOTSTRAP_ROOM.to_owned(),
             enable_dsa_cache_layer_split: false,
             enable_kv_cache_sharding: false,
             prefill_http_port: None,
-            decode_allocation_policy: crate::bootstrap::POLICY_EARLY.to_owned(),
+            decode_allocation_policy: POLICY_EARLY.to_owned(),
         }
     }
 

@@ -79,12 +79,7 @@ impl KvReceiver {
     ///
     /// # Errors
     /// [`RoomError`]; the room is not changed.
-    pub fn send_metadata(
-        &self,
-        kv_indices: &[i32],
-        aux_index: u32,
-        options: MetadataOptions,
-    ) -> Result<(), RoomError> {
+    pub fn send_metadata(&self, kv_indices: &[i32], aux_index: u32, options: MetadataOptions) -> Result<(), RoomError> {
         let room = self.room();
         if options.host_destination {
             let backend = self.manager.backend();

@@ -12,7 +12,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crate::control::{ControlPlane, Multipart, WakeFd, ZmqControl, ZmqInbox};
+use crate::control::wake::WakeFd;
+use crate::control::zmq::{ZmqControl, ZmqInbox};
+use crate::control::{ControlPlane, Multipart};
 use crate::engine::{DecodeCommand, DecodeShard, NextWake, PrefillCommand, PrefillShard};
 use crate::time::{Clock, Timestamp};
 
@@ -105,7 +107,11 @@ impl<S: Step> Engine<S> {
     /// Hand over a command. Never blocks for longer than one step of the shard.
     pub(super) fn submit(&self, command: S::Command) {
         lock(&self.queue).push(command);
-        if self.inline { self.run_inline() } else { self.wake.wake() }
+        if self.inline {
+            self.run_inline();
+        } else {
+            self.wake.wake();
+        }
     }
 
     /// Hand over a command from a thread that must not run the shard (it is called by the shard, or by a runtime).
@@ -114,10 +120,16 @@ impl<S: Step> Engine<S> {
         self.wake.wake();
     }
 
-    /// End the thread. The shard goes with the last holder of the engine.
-    pub(super) fn stop(&self) {
+    /// End the thread, then the shard: not with the last holder of the engine, which may be one of the shard's own
+    /// helpers (its directory hands results back through a weak reference), and could not wait for itself.
+    pub(super) fn stop(&self, thread: Option<JoinHandle<()>>) {
         self.stop.store(true, Ordering::Release);
         self.wake.wake();
+        if let Some(t) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
+            let _ = t.join();
+        }
+        let cell = lock(&self.cell).take();
+        drop(cell);
     }
 
     fn run_inline(&self) {

@@ -160,6 +160,11 @@ impl SenderRoom {
         self.failure.as_ref()
     }
 
+    /// Tokens decode already has: the first length any of them named. Known from WaitingForInput on.
+    pub fn decode_prefix_len(&self) -> u64 {
+        self.destinations.iter().find_map(|d| d.decode_prefix_len).unwrap_or(0)
+    }
+
     /// Where it goes.
     pub fn destinations(&self) -> &[Destination] {
         &self.destinations

@@ -279,8 +279,11 @@ impl<'a> FrameReader<'a> {
         let unbracketed =
             |text: &str| check_host(text.strip_prefix('[').and_then(|t| t.strip_suffix(']')).unwrap_or(text));
         let host = self.ascii(at, "decode ip", unbracketed)?;
-        let port = self.within(at + 1, "decode port", 1..=u16::MAX.into())?;
-        Ok(Endpoint::new(host, port as u16))
+        let port = self.int(at + 1, "decode port")?;
+        if port == 0 {
+            return self.fail(at + 1, "decode port", WireErrorKind::BadInteger, "port 0 cannot be reached");
+        }
+        Ok(Endpoint::new(host, port))
     }
 
     pub(crate) fn array<T: Word>(&self, at: usize, name: &str, max: usize) -> Result<Vec<T>, WireError> {

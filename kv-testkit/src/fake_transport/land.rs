@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kv_core::ids::{OpId, RegionId};
-use kv_core::memory::RegisteredRegion;
+use kv_core::memory::{MemoryOwner, RegisteredRegion};
 use kv_core::plan::Span;
 use kv_core::transport::WriteOp;
 
@@ -47,6 +47,27 @@ pub(super) fn source_digest(op: &WriteOp) -> Option<u64> {
     op.plan.spans().try_fold(DIGEST_SEED, |h, s| Some(digest(h, &read_source(op, &s)?)))
 }
 
+/// The owner of the region that holds `[addr, addr + len)`, registered now under the key the peer has for it. `even_gone`
+/// takes regions whose registration has ended (a flaw).
+fn owner_of(
+    regions: &Regions,
+    known: &[RemoteRegion],
+    addr: u64,
+    len: u64,
+    even_gone: bool,
+) -> Option<Arc<dyn MemoryOwner>> {
+    let end = addr.checked_add(len)?;
+    let rows = regions.lock();
+    let live = known.iter().filter_map(|k| rows.get(&k.id).filter(|r| r.key == k.key));
+    let mut fits = live.filter(|r| addr >= r.base && end <= r.base + r.len && (even_gone || !r.gone));
+    fits.next()?.owner.upgrade()
+}
+
+/// Whether a peer that knows `known` may write `[addr, addr + len)` now.
+pub(super) fn is_registered(regions: &Regions, known: &[RemoteRegion], addr: u64, len: u64) -> bool {
+    owner_of(regions, known, addr, len, false).is_some()
+}
+
 /// Write `bytes` at `addr`, inside one region of the target that is registered now under the key the peer has for it.
 fn write_registered(
     regions: &Regions,
@@ -57,15 +78,8 @@ fn write_registered(
 ) -> Result<(), String> {
     let len = bytes.len() as u64;
     let outside = || format!("[{addr:#x}; {len}] is outside what the target has registered");
-    let end = addr.checked_add(len).ok_or_else(outside)?;
-    // The owner leaves the lock with us: should ours be the last `Arc`, it must not be dropped under it.
-    let owner = {
-        let rows = regions.lock();
-        let live = known.iter().filter_map(|k| rows.get(&k.id).filter(|r| r.key == k.key));
-        let mut fits = live.filter(|r| addr >= r.base && end <= r.base + r.len && (even_gone || !r.gone));
-        fits.next().and_then(|r| r.owner.upgrade()).ok_or_else(outside)?
-    };
-    // SAFETY: the owner is alive (held here) and keeps its range valid for writes by others; `[addr, end)` is inside it;
+    let owner = owner_of(regions, known, addr, len, even_gone).ok_or_else(outside)?;
+    // SAFETY: the owner is alive (held here) and keeps its range valid for writes by others; `[addr, addr + len)` is inside it;
     // `bytes` is a private copy.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), addr as *mut u8, bytes.len()) };
     drop(owner);

@@ -144,11 +144,12 @@ impl FakeFabric {
         std::mem::take(&mut self.0.lock().violations)
     }
 
-    /// Panics if anything was let go too early: a violation was recorded, or the source of a write that may still read it
-    /// has changed by now.
+    /// Panics if anything was let go too early: a violation was recorded; the source of a write that may still read it has
+    /// changed by now; or the destination of a write that may still land is not registered any more. Call it whenever an
+    /// engine has let go of something.
     pub fn assert_no_premature_release(&self) {
         let mut inner = self.0.lock();
-        inner.check_sources();
+        inner.check_held();
         let found = std::mem::take(&mut inner.violations);
         drop(inner);
         assert!(found.is_empty(), "released too early:\n  {}", found.join("\n  "));

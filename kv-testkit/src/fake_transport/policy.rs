@@ -53,7 +53,7 @@ pub enum Policy {
 }
 
 impl Policy {
-    /// A closure looks at each op.
+    /// A closure looks at each op. It must not call the fabric, which is locked meanwhile.
     pub fn by(decide: impl FnMut(&OpInfo) -> Verdict + Send + 'static) -> Self {
         Self::By(Box::new(decide))
     }
@@ -133,7 +133,7 @@ pub enum Flaw {
     KeepsUnregistered,
     /// Leaves every lane's peers connected after `disconnect`, and cannot connect again.
     NeverReconnects,
-    /// Opens a file for every op and keeps it.
+    /// Opens a file for every 32nd op and keeps it.
     LeaksFiles,
 }
 

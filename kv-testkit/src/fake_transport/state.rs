@@ -314,19 +314,35 @@ impl Inner {
         node.ops.insert(id, OpRow { info, op: Some(op), landed, source_digest, auto });
     }
 
-    /// Record a violation for every op whose source changed while it may still be read.
-    pub(super) fn check_sources(&mut self) {
+    /// Record a violation for every op that lost, before it was proven quiet, what it may still use: its source bytes, or
+    /// the registration of its destination.
+    pub(super) fn check_held(&mut self) {
         let mut found = Vec::new();
-        for (name, node) in &mut self.nodes {
-            for row in node.ops.values_mut().filter(|r| !r.info.src_quiet && r.info.landed < r.info.spans) {
-                let (Some(want), Some(op)) = (row.source_digest, &row.op) else { continue };
-                if super::land::source_digest(op) != Some(want) {
-                    row.source_digest = None;
-                    found.push(format!(
-                        "the source of {name} {:?} changed while the write may still read it",
-                        row.info.id
-                    ));
+        let targets: BTreeMap<&String, &Regions> =
+            self.nodes.iter().filter(|(_, n)| n.alive).map(|(name, n)| (name, &n.regions)).collect();
+        let mut told = Vec::new();
+        for (name, node) in &self.nodes {
+            for row in node.ops.values() {
+                let Some(op) = &row.op else { continue };
+                let id = row.info.id;
+                let source = row.source_digest.filter(|_| !row.info.src_quiet && row.info.landed < row.info.spans);
+                if source.is_some_and(|want| super::land::source_digest(op) != Some(want)) {
+                    told.push((name.clone(), id));
+                    found.push(format!("the source of {name} {id:?} changed while the write may still read it"));
                 }
+                let (Some(regions), Some(peer)) = (targets.get(&row.info.target), node.peers.get(&op.peer)) else {
+                    continue;
+                };
+                let held = |addr: u64, len: u64| super::land::is_registered(regions, &peer.regions, addr, len);
+                if !row.info.dst_quiet && !op.plan.spans().all(|s| held(s.dst_addr, s.len)) {
+                    let target = &row.info.target;
+                    found.push(format!("{target} let go of memory that {name} {id:?} may still write"));
+                }
+            }
+        }
+        for (name, id) in told {
+            if let Some(row) = self.node(&name).ops.get_mut(&id) {
+                row.source_digest = None;
             }
         }
         self.violations.extend(found);

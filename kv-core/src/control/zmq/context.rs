@@ -12,7 +12,7 @@ use crate::limits::Limits;
 /// A libzmq context: one I/O thread, one reaper thread, a fixed number of sockets. One per manager.
 ///
 /// Cloning shares it. It ends when the last clone and the last socket are gone; that waits for messages that still
-/// linger, at most [`LINGER_MS`](super::outbox::LINGER_MS).
+/// linger, at most half a second.
 #[derive(Clone)]
 pub struct ZmqContext(Arc<RawContext>);
 

@@ -11,6 +11,7 @@ use super::{ZmqContext, ZmqError};
 use crate::control::Multipart;
 
 /// How a message went.
+#[derive(Debug, PartialEq, Eq)]
 pub(super) enum Push {
     /// Whole, in the queue.
     Taken,
@@ -61,24 +62,31 @@ impl Link {
     /// Queue all frames or none.
     ///
     /// libzmq counts its high-water mark in whole messages, so a full queue refuses the first frame and never a later
-    /// one. A later one fails only when the connection ends in between, on a socket that does not reconnect.
+    /// one. Only the end of the connection on a socket that does not reconnect comes between two frames: then a later
+    /// one fails, or the rest is taken and discarded by libzmq; the monitor reports the loss in both cases.
     pub fn push(&mut self, message: &Multipart) -> Push {
         let last = message.len().saturating_sub(1);
         for (i, frame) in message.iter().enumerate() {
-            let flags = if i < last { zmq::DONTWAIT | zmq::SNDMORE } else { zmq::DONTWAIT };
-            loop {
-                match self.push.send(frame.as_ref(), flags) {
-                    Ok(()) => break,
-                    Err(zmq::Error::EINTR) => {}
-                    Err(zmq::Error::EAGAIN) if i == 0 => return Push::Full,
-                    Err(e) => return Push::Torn(format!("the connection broke within a message: {e}")),
-                }
+            if let Err(refused) = self.push_frame(frame, i == 0, i < last) {
+                return refused;
             }
         }
         Push::Taken
     }
 
-    /// Read what the monitor has. Never blocks; about 0.3 us when there is nothing.
+    fn push_frame(&self, frame: &[u8], first: bool, more: bool) -> Result<(), Push> {
+        let flags = if more { zmq::DONTWAIT | zmq::SNDMORE } else { zmq::DONTWAIT };
+        loop {
+            match self.push.send(frame, flags) {
+                Ok(()) => return Ok(()),
+                Err(zmq::Error::EINTR) => {}
+                Err(zmq::Error::EAGAIN) if first => return Err(Push::Full),
+                Err(e) => return Err(Push::Torn(format!("the connection broke within a message: {e}"))),
+            }
+        }
+    }
+
+    /// Read what the monitor has. Never blocks; costs one non-blocking receive when there is nothing.
     pub fn look(&mut self, role: PushRole) -> Seen {
         let mut frame = zmq::Message::new();
         loop {
@@ -154,4 +162,53 @@ fn watch(context: &ZmqContext, push: &Socket, role: PushRole) -> Result<Socket, 
     monitor.set_linger(0)?;
     monitor.connect(&address)?;
     Ok(monitor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::zmq::ZmqInbox;
+    use crate::limits::Limits;
+
+    fn connected() -> (ZmqInbox, Link) {
+        let limits = Limits::default();
+        let (mut inbox, to) = ZmqInbox::bind(&ZmqContext::new(&limits).unwrap(), "127.0.0.1", &limits).unwrap();
+        let target = Target { text: "127.0.0.1".to_owned(), ipv6: false };
+        let context = ZmqContext::new(&limits).unwrap();
+        let mut link = Link::connect(&context, PushRole::ToDecode, &target, to.port(), 10).unwrap();
+        assert_eq!(link.push(&Multipart::from_iter([bytes::Bytes::from_static(b"hello")])), Push::Taken);
+        inbox.wait(&[], None).unwrap();
+        (inbox, link)
+    }
+
+    fn until(mut done: impl FnMut() -> bool) {
+        let end = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while !done() {
+            assert!(std::time::Instant::now() < end);
+            std::thread::yield_now();
+        }
+    }
+
+    /// What the doc comments above say about libzmq, so that an update of it cannot change it unnoticed.
+    #[test]
+    fn cat_f63_a_connection_that_ends_within_a_message_ends_the_message() {
+        let (inbox, mut link) = connected();
+        assert_eq!(link.push_frame(b"1", true, true), Ok(()));
+        drop(inbox);
+        until(|| link.look(PushRole::ToDecode) != Seen::Alive);
+        let rest = link.push_frame(b"2", false, false);
+        assert!(matches!(rest, Ok(()) | Err(Push::Torn(_))), "{rest:?}");
+        until(|| !link.has_room());
+        assert_eq!(link.push_frame(b"next", true, false), Err(Push::Full));
+    }
+
+    #[test]
+    fn cat_f53_without_a_connection_nothing_is_taken() {
+        let (inbox, mut link) = connected();
+        drop(inbox);
+        until(|| link.look(PushRole::ToDecode) != Seen::Alive);
+        // Reading its events makes the socket notice at once; `send` looks once a millisecond.
+        until(|| !link.has_room());
+        assert_eq!(link.push_frame(b"1", true, true), Err(Push::Full));
+    }
 }

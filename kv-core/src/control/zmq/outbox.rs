@@ -26,7 +26,7 @@ const RECONNECT_FOR: Duration = Duration::from_secs(60);
 
 /// How often [`ZmqOutbox::sweep`] looks at a part of the sockets.
 const SWEEP_EVERY: Duration = Duration::from_millis(100);
-/// Sockets per look: all of a small cache, a tenth of a large one (10,000 sockets: about 0.3 ms every 0.1 s).
+/// Sockets per look: all of a small cache, a tenth of a large one, so each about once a second.
 const SWEEP_MIN: usize = 64;
 
 /// Steps an eviction may take past sockets that still have something to deliver.

@@ -114,6 +114,7 @@ impl PrefillShard {
                 _ => self.stats.rooms_failed.inc(),
             }
         }
+        e.shared.set_decode_prefix_len(e.room.decode_prefix_len());
         e.shared.publish(poll, e.room.releasable(), e.room.failure(), e.room.latency());
     }
 

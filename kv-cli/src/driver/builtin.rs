@@ -1,0 +1,55 @@
+//! The engines this program was built with.
+
+use std::sync::Arc;
+
+use crate::driver::engine::{DecodeEngine, EngineFactory, PrefillStart};
+use crate::driver::managed::{self, Backend};
+use crate::driver::protocol::WorkerConfig;
+use crate::error::{CliError, Result};
+use crate::memory::KvMemory;
+
+/// Picks the engine by the name of the transport.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct BuiltIn;
+
+/// Names of the transports that are built in.
+pub const TRANSPORTS: &[&str] = &[
+    #[cfg(feature = "tcp")]
+    "tcp",
+];
+
+fn backend(config: &WorkerConfig) -> Result<Backend> {
+    match config.transport.as_str() {
+        #[cfg(feature = "tcp")]
+        "tcp" => tcp(config),
+        name => {
+            let known = if TRANSPORTS.is_empty() { "none".to_owned() } else { TRANSPORTS.join(", ") };
+            Err(CliError::new(format!("transport '{name}' is not built into this program"))
+                .hint(format!("built in: {known}; `kvt doctor` says what works here")))
+        }
+    }
+}
+
+#[cfg(feature = "tcp")]
+fn tcp(config: &WorkerConfig) -> Result<Backend> {
+    use kv_transfer::tcp::{TcpConfig, TcpTransport};
+    let ip = config.host.trim_start_matches('[').trim_end_matches(']').parse::<std::net::IpAddr>();
+    let tcp = match ip {
+        // Peers come to the address the control socket has, too.
+        Ok(ip) => TcpConfig { bind: (ip, 0).into(), ..TcpConfig::default() },
+        Err(_) => TcpConfig::default(),
+    };
+    let transport =
+        TcpTransport::new(tcp).map_err(|e| CliError::new(format!("cannot start the tcp transport: {e}")))?;
+    Ok(Backend { transport: Arc::new(transport), hooks: Arc::new(kv_transfer::hooks::TcpHooks::new()) })
+}
+
+impl EngineFactory for BuiltIn {
+    fn prefill(&self, config: &WorkerConfig, memory: Arc<KvMemory>) -> Result<PrefillStart> {
+        managed::prefill(config, backend(config)?, &memory)
+    }
+
+    fn decode(&self, config: &WorkerConfig, memory: Arc<KvMemory>) -> Result<Box<dyn DecodeEngine>> {
+        managed::decode(config, backend(config)?, &memory)
+    }
+}

@@ -1,0 +1,116 @@
+//! Bad input to the program: one clear line on standard error, a non-zero exit, nothing on standard output.
+
+#![allow(clippy::unwrap_used)] // helpers of tests
+
+use std::io::Write as _;
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+
+fn kvt(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvt")).args(args).env_remove("RUST_LOG").output().unwrap()
+}
+
+/// The one line that `kvt` ends with.
+fn error(args: &[&str]) -> String {
+    let out = kvt(args);
+    assert!(!out.status.success(), "{args:?} succeeded");
+    assert!(out.stdout.is_empty(), "{}", String::from_utf8_lossy(&out.stdout));
+    let text = String::from_utf8(out.stderr).unwrap();
+    let lines: Vec<_> = text.lines().filter(|l| l.starts_with("kvt: ")).collect();
+    assert_eq!(lines.len(), 1, "{text}");
+    assert_eq!(text.lines().last(), Some(lines[0]), "{text}");
+    lines[0].to_owned()
+}
+
+#[test]
+fn a_broken_trace_line_is_named_by_number() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    writeln!(file, r#"{{"timestamp":0,"input_length":5,"output_length":1,"hash_ids":[0]}}"#).unwrap();
+    writeln!(file, r#"{{"timestamp":0,"input_length":"#).unwrap();
+    let path = file.path().to_str().unwrap();
+    let e = error(&["replay", "--trace", path, "--requests", "5"]);
+    assert!(e.contains(&format!("{path}:2: ")), "{e}");
+}
+
+#[test]
+fn an_unknown_model_and_an_unreadable_file() {
+    let e = error(&["replay", "--model", "Qwen9"]);
+    assert!(e.contains("unknown model 'Qwen9'") && e.contains("Qwen3-0.6B"), "{e}");
+    let e = error(&["replay", "--model", "/nowhere/config.json"]);
+    assert!(e.contains("cannot read model file /nowhere/config.json"), "{e}");
+    let e = error(&["demo", "--trace", "/nowhere/t.jsonl"]);
+    assert!(e.contains("cannot read trace /nowhere/t.jsonl"), "{e}");
+}
+
+#[test]
+fn shapes_that_differ_name_both_values() {
+    let e = error(&["replay", "--prefill", "tp=2", "--decode", "tp=1"]);
+    assert!(e.contains("prefill tp=2, decode tp=1"), "{e}");
+    let e = error(&["replay", "--prefill", "tp=16", "--decode", "tp=16"]);
+    assert!(e.contains("tp=16 is more than the 8 KV heads"), "{e}");
+}
+
+#[test]
+fn a_port_in_use() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let e = error(&["bootstrap", "--host", "127.0.0.1", "--port", &port]);
+    assert!(e.contains(&format!("cannot listen on 127.0.0.1:{port}")), "{e}");
+}
+
+#[test]
+fn an_unreachable_bootstrap() {
+    // A port that was just free, and that nobody listens on.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let e = error(&["decode", "--bootstrap", &at, "--connect-timeout", "0"]);
+    assert!(e.contains(&format!("the bootstrap server at {at} cannot be reached")), "{e}");
+    let e = error(&["prefill", "--bootstrap", "nonsense"]);
+    assert!(e.contains("--bootstrap nonsense is no HOST:PORT"), "{e}");
+}
+
+#[test]
+fn an_unknown_transport() {
+    let e = error(&["replay", "--transport", "pigeon", "--requests", "1", "--pool-mib", "64"]);
+    assert!(e.contains("transport 'pigeon' is not built into this program"), "{e}");
+}
+
+#[test]
+fn frames_that_are_no_hex() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_kvt"))
+        .args(["wire", "decode", "--dialect", "mooncake"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(b"31\nzz\n").unwrap();
+    let out = child.wait_with_output().unwrap();
+    let text = String::from_utf8(out.stderr).unwrap();
+    assert!(!out.status.success());
+    assert!(text.contains("standard input:2: 'z' is not a hex digit"), "{text}");
+}
+
+#[test]
+fn wire_decode_prints_a_status_of_every_dialect() {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    // Mooncake status: room 5, Success, rank 0.
+    writeln!(file, "[\"35\", \"34\", \"30\"]").unwrap();
+    let out = kvt(&["wire", "decode", "--dialect", "mooncake", "--json", file.path().to_str().unwrap()]);
+    assert!(out.status.success());
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(text.lines().last().unwrap().contains("\"messages\":1"), "{text}");
+    assert!(text.contains("frames"), "{text}");
+}
+
+#[test]
+fn doctor_tries_same_host_copies_for_real() {
+    let out = kvt(&["doctor", "--json"]);
+    let text = String::from_utf8(out.stdout).unwrap();
+    let last: serde_json::Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+    let checks = last["checks"].as_array().unwrap();
+    let copies = checks.iter().find(|c| c["name"] == "tcp: same-host copies").unwrap();
+    // Either it works, or the line says why not and what to do.
+    assert!(copies["status"] == "ok" || copies["fix"].as_str().is_some_and(|f| !f.is_empty()), "{copies}");
+    assert_eq!(out.status.success(), last["ok"] == true);
+}

@@ -1,0 +1,223 @@
+//! Connecting to a peer: blocking, on the caller's (connector) thread.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+use std::time::Instant;
+
+use kv_core::ids::PeerId;
+use kv_core::transport::{PeerDescriptor, Settlement, TransportError, TransportErrorKind as ErrorKind};
+
+use crate::blob::{Blob, Key};
+use crate::frame::{self, Hello, Kind, Purpose, Verdict, Welcome};
+use crate::keeper::Task;
+use crate::peer::{Peer, State};
+use crate::stats;
+use crate::transport::{Inner, failure};
+use crate::worker::Msg;
+
+/// Number under which a session without lanes opens; no lane has it.
+const NO_LANE: u32 = u32::MAX;
+
+pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result<PeerId, TransportError> {
+    let bad = |e: &dyn std::fmt::Display| failure(ErrorKind::BadPeer, &format!("peer {}", descriptor.name), e);
+    let blob = Blob::decode(&descriptor.metadata).map_err(|e| bad(&e))?;
+    if blob.name != descriptor.name {
+        return Err(bad(&format!("its metadata names {}", blob.name)));
+    }
+    // The same generation again: it may have registered more. (Identity is the generation, not the address.)
+    for peer in inner.all_peers() {
+        if peer.name == blob.name && peer.live() && !peer.closing.load(Ordering::Acquire) {
+            peer.set_regions(blob.regions);
+            return Ok(peer.id);
+        }
+        // Another generation at its endpoint: the old one goes before the new one comes.
+        if peer.endpoint == descriptor.endpoint && peer.name != blob.name {
+            let text = format!("{} at {} was succeeded by {}", peer.name, peer.endpoint, blob.name);
+            peer.lose(inner, TransportError::new(ErrorKind::PeerLost, text));
+            if peer.host.succeeded_by(&blob.host) {
+                inner.keeper.post(Task::Proven(peer, Settlement::PeerGenerationDead));
+            }
+        }
+    }
+    inner.keeper.post(Task::Retry(blob.name.clone()));
+
+    let session = Key::random().map_err(|e| failure(ErrorKind::Unavailable, "random numbers", e))?;
+    let mut lanes = inner.all_lanes();
+    let first = lanes.first().map_or(NO_LANE, |l| l.index);
+    let (sock, address, welcome) = open(inner, &blob, &session, first)?;
+    let sock = Arc::new(sock);
+
+    let direct = match welcome.verdict {
+        Verdict::Direct => Ok(()),
+        _ => Err(welcome.text),
+    };
+    let dial = |purpose| {
+        dial(inner, address, &inner.hello(purpose, &blob.name, &blob.admission, &session), purpose == Purpose::Data)
+    };
+    let mut data = Vec::new();
+    if direct.is_err() {
+        for _ in 0..inner.config.connections_per_peer.max(1) {
+            data.push(Arc::new(dial(Purpose::Data)?.0));
+        }
+    }
+    let tie = inner.tie();
+    // Lanes may have come meanwhile; from here on none does.
+    lanes = inner.all_lanes();
+    let mut links = Vec::new();
+    let mut spare = Some(Arc::clone(&sock));
+    for lane in lanes {
+        if lane.index == first {
+            spare = None;
+            links.push((lane, Arc::clone(&sock)));
+        } else {
+            let (sock, _) = dial(Purpose::Lane { lane: lane.index })?;
+            links.push((lane, Arc::new(sock)));
+        }
+    }
+    // Two connectors may have raced for the same generation: the first one's session stays.
+    if let Some(winner) = inner.all_peers().into_iter().find(|p| p.name == blob.name && p.live())
+        && !winner.closing.load(Ordering::Acquire)
+    {
+        winner.set_regions(blob.regions);
+        return Ok(winner.id);
+    }
+    let sockets = links.iter().map(|l| &l.1).chain(&data).map(Arc::downgrade).collect();
+    // Spread over the workers, starting at another one for every peer.
+    let base = inner.token() as usize;
+    let routes: Vec<_> = (0..data.len())
+        .map(|n| (Arc::clone(&inner.workers[(base + n) % inner.workers.len()]), inner.token()))
+        .collect();
+    let peer = Arc::new(Peer {
+        id: PeerId(inner.token()),
+        name: blob.name.clone(),
+        endpoint: descriptor.endpoint.clone(),
+        address,
+        session,
+        admission: blob.admission,
+        host: blob.host,
+        direct,
+        regions: RwLock::new(blob.regions.into()),
+        pidfd: blob.host.open(&inner.host),
+        data: routes,
+        next_data: AtomicUsize::new(0),
+        jobs: AtomicUsize::new(0),
+        open: AtomicUsize::new(0),
+        links: AtomicUsize::new(links.len()),
+        closing: AtomicBool::new(false),
+        heard: AtomicU64::new(inner.now_ms()),
+        sockets: Mutex::new(sockets),
+        orphans: Mutex::default(),
+        spare: Mutex::new(spare),
+        state: Mutex::new(State::Live),
+        inner: Arc::downgrade(inner),
+    });
+    inner.add_peer(&peer);
+    for (sock, (worker, token)) in data.into_iter().zip(&peer.data) {
+        worker.post(Msg::Data { token: *token, sock, peer: Arc::clone(&peer) });
+    }
+    for (lane, sock) in links {
+        lane.linked_already(&peer, sock);
+    }
+    drop(tie);
+    tracing::debug!(peer = peer.name, %address, direct = ?peer.direct, "connected");
+    Ok(peer.id)
+}
+
+/// A connection of one more lane to a peer.
+pub(crate) fn add_lane(inner: &Inner, peer: &Arc<Peer>, lane: u32) -> Result<Arc<TcpStream>, TransportError> {
+    let hello = inner.hello(Purpose::Lane { lane }, &peer.name, &peer.admission, &peer.session);
+    let sock = Arc::new(dial(inner, peer.address, &hello, false)?.0);
+    peer.sockets.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(Arc::downgrade(&sock));
+    Ok(sock)
+}
+
+/// Try the peer's addresses in turn.
+fn open(
+    inner: &Inner,
+    blob: &Blob,
+    session: &Key,
+    lane: u32,
+) -> Result<(TcpStream, SocketAddr, Welcome), TransportError> {
+    let hello = inner.hello(Purpose::Open { lane }, &blob.name, &blob.admission, session);
+    let near = inner.host.boot_id == blob.host.boot_id;
+    let mut addresses: Vec<SocketAddr> = blob.addresses.clone();
+    // Another host's loopback address is ours.
+    addresses.retain(|a| near || !a.ip().is_loopback());
+    addresses.sort_by_key(|a| near && !a.ip().is_loopback());
+    let mut last = TransportError::new(ErrorKind::BadPeer, format!("{} has no usable address", blob.name));
+    for address in addresses {
+        match dial(inner, address, &hello, false) {
+            Ok((sock, welcome)) => return Ok((sock, address, welcome)),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+/// Connect, say hello, hear the verdict; non-blocking afterwards.
+fn dial(inner: &Inner, address: SocketAddr, hello: &Hello, data: bool) -> Result<(TcpStream, Welcome), TransportError> {
+    let timeout = inner.config.connect_timeout;
+    let until = Instant::now() + timeout;
+    let text = |e: std::io::Error| {
+        let kind = match e.kind() {
+            std::io::ErrorKind::TimedOut | std::io::ErrorKind::WouldBlock => ErrorKind::Timeout,
+            _ => ErrorKind::PeerLost,
+        };
+        failure(kind, &format!("connect to {} at {address}", hello.target), e)
+    };
+    let talk = || {
+        let sock = socket2::Socket::new(
+            socket2::Domain::for_address(address),
+            socket2::Type::STREAM,
+            Some(socket2::Protocol::TCP),
+        )?;
+        let sock = {
+            // Buffer sizes count for the window offered in the first packet, so they come before the connect.
+            let tuned = TcpStream::from(sock);
+            inner.tune(&tuned, data)?;
+            socket2::Socket::from(tuned)
+        };
+        sock.connect_timeout(&address.into(), timeout)?;
+        let mut sock = TcpStream::from(sock);
+        let mut bytes = Vec::new();
+        hello.encode(&mut bytes);
+        sock.set_write_timeout(Some(timeout))?;
+        sock.write_all(&bytes)?;
+        let mut answer = Vec::new();
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(std::io::ErrorKind::TimedOut.into());
+            }
+            sock.set_read_timeout(Some(left))?;
+            let mut buf = [0; frame::MAX_SMALL];
+            // The target says nothing more until we do, so no byte beyond the answer is read here.
+            let n = sock.read(&mut buf)?;
+            if n == 0 {
+                return Err(std::io::ErrorKind::UnexpectedEof.into());
+            }
+            answer.extend_from_slice(&buf[..n]);
+            let invalid = |m| std::io::Error::new(std::io::ErrorKind::InvalidData, m);
+            if let Some((kind, body, _)) = frame::small(&answer).map_err(invalid)? {
+                if kind != Kind::Welcome {
+                    return Err(std::io::Error::other("an answer out of place"));
+                }
+                sock.set_nonblocking(true)?;
+                return Ok((sock, Welcome::decode(body).map_err(invalid)?));
+            }
+        }
+    };
+    let (sock, welcome) = talk().map_err(text)?;
+    stats::add(&inner.counters.connections_opened, 1);
+    let refused = |kind, why: &str| {
+        Err(TransportError::new(kind, format!("{} at {address}: {why} {}", hello.target, welcome.text)))
+    };
+    match welcome.verdict {
+        Verdict::Direct | Verdict::Tcp => Ok((sock, welcome)),
+        Verdict::NotMe => refused(ErrorKind::PeerLost, "another process answers:"),
+        Verdict::Denied => refused(ErrorKind::Refused, "refused:"),
+        Verdict::NoSession | Verdict::Fenced => refused(ErrorKind::PeerLost, "the session has ended."),
+    }
+}
