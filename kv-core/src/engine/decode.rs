@@ -166,6 +166,11 @@ impl DecodeShard {
         }
     }
 
+    /// Deadlines it remembers, stale ones included. Bounded by the rooms it holds, but for a fixed number.
+    pub fn pending_deadlines(&self) -> usize {
+        self.timers.len()
+    }
+
     /// Handle everything that is there.
     pub fn step(
         &mut self,

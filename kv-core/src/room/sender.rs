@@ -389,6 +389,9 @@ impl SenderRoom {
         let to = self.destinations.get(dest).map(|d| d.endpoint.to_string()).unwrap_or_default();
         self.fail(now, Failure::here(format!("Failed to send kv chunk {chunk} to {to}: {error}")), out);
         self.settle(now, chunk, out);
+        if self.releasable() {
+            changed(out);
+        }
     }
 
     fn settlement(
@@ -406,7 +409,7 @@ impl SenderRoom {
         *p = if src_quiet && dst_quiet { Progress::Quiet } else { Progress::Retained { op, src_quiet, dst_quiet } };
         self.settle(now, chunk, out);
         if self.releasable() {
-            out.push(SenderEffect::Changed);
+            changed(out);
         }
     }
 
@@ -416,7 +419,7 @@ impl SenderRoom {
             if let Some(i) = self.retained.iter().position(|c| c.id == chunk && c.quiet()) {
                 let chunk = self.retained.swap_remove(i);
                 self.discharge(chunk.ticket(), out);
-                out.push(SenderEffect::Changed);
+                changed(out);
             }
             return;
         }
@@ -483,5 +486,12 @@ impl SenderRoom {
                 out.push(SenderEffect::Status(d.endpoint.clone(), status, reason.clone()));
             }
         }
+    }
+}
+
+/// Say it once, however many parts of one event changed what the handle shows.
+fn changed(out: &mut Vec<SenderEffect>) {
+    if out.last() != Some(&SenderEffect::Changed) {
+        out.push(SenderEffect::Changed);
     }
 }

@@ -35,7 +35,7 @@ fn r_f1_the_death_of_the_peers_generation_is_proof_of_both() {
     let mut s = Sender::ours().with_metadata(1).with_posted(true);
     s.on(SenderEvent::Outcome(0, 0, unresolved()));
     let effects = s.on(SenderEvent::Settlement(0, 0, Settlement::PeerGenerationDead));
-    assert_eq!(effects, [SenderEffect::Drained, SenderEffect::Changed, SenderEffect::Changed]);
+    assert_eq!(effects, [SenderEffect::Drained, SenderEffect::Changed]);
 }
 
 #[test]

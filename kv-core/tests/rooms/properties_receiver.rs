@@ -86,6 +86,8 @@ impl Model {
     }
 
     fn check(&mut self, effects: Vec<ReceiverEffect>) {
+        let told = |e: &ReceiverEffect| matches!(e, ReceiverEffect::Changed | ReceiverEffect::Released { .. });
+        let changed = effects.iter().any(told);
         for e in effects {
             match e {
                 ReceiverEffect::Abort { contacted, generation } => {
@@ -125,6 +127,8 @@ impl Model {
         };
         assert_eq!(room.releasable(), free);
         assert!(room.releasable() || !self.was_releasable, "pages were taken back");
+        let news = poll != self.seen || room.releasable() != self.was_releasable;
+        assert!(changed || !news, "the handle is not told");
         self.was_releasable = room.releasable();
         let reason = room.failure().map(|f| f.reason.to_string());
         assert_eq!(reason.is_some(), poll == KvPoll::Failed);

@@ -150,6 +150,7 @@ impl Model {
     }
 
     fn check(&mut self, effects: Vec<SenderEffect>, late_metadata: Option<Endpoint>) {
+        let changed = effects.contains(&SenderEffect::Changed);
         for e in effects {
             match e {
                 SenderEffect::Post(chunk, dest) => self.waiting.push((chunk, dest)),
@@ -189,6 +190,8 @@ impl Model {
             assert!(!room.releasable());
         }
         assert!(room.releasable() || !self.was_releasable, "pages were taken back");
+        let news = poll != self.seen || room.releasable() != self.was_releasable;
+        assert!(changed || !news, "the handle is not told");
         self.was_releasable = room.releasable();
         if poll == KvPoll::Success {
             assert!(self.last_enqueued);

@@ -14,6 +14,7 @@ use kv_core::net::Endpoint;
 use kv_core::room::{ReceiverPolicy, SenderPolicy};
 use kv_core::time::Timestamp;
 use kv_core::transport::{PeerDescriptor, Transport};
+use kv_core::wire::Registration;
 
 use super::spec::{AUX_LEN, AUX_ROWS, WorldSpec};
 use crate::directory::Shape;
@@ -245,7 +246,7 @@ pub struct DecodeNode {
     control: SimControl,
     entry_len: usize,
     page_len: usize,
-    _layout: LocalLayout,
+    layout: LocalLayout,
 }
 
 impl DecodeNode {
@@ -298,8 +299,13 @@ impl DecodeNode {
             control,
             entry_len,
             page_len: spec.page_len,
-            _layout: layout,
+            layout,
         }
+    }
+
+    /// What it registers with prefill.
+    pub fn registration(&self) -> Registration {
+        self.layout.to_registration(self.endpoint.clone(), &*self.name, self.transport.local_metadata())
     }
 
     fn at(&self, entry: u32, page: i32) -> usize {

@@ -228,6 +228,11 @@ impl PrefillShard {
         }
     }
 
+    /// Deadlines it remembers, stale ones included. Bounded by the rooms it holds, but for a fixed number.
+    pub fn pending_deadlines(&self) -> usize {
+        self.timers.len() + self.early_order.len() + self.tombstone_order.len()
+    }
+
     /// Handle everything that is there.
     pub fn step(
         &mut self,

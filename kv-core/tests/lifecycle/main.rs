@@ -1,0 +1,14 @@
+//! Prefill and decode shards against each other: simulated network and clock, a transport that copies bytes when it is
+//! told to.
+
+mod aborts;
+mod deadlines;
+mod early;
+mod network;
+mod peers;
+mod proof;
+mod reuse;
+mod robustness;
+mod shapes;
+mod support;
+mod transfers;
