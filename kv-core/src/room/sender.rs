@@ -371,7 +371,12 @@ impl SenderRoom {
         let error = match outcome {
             Outcome::Done => {
                 *p = Progress::Done;
-                return self.settle(now, chunk, out);
+                self.settle(now, chunk, out);
+                // In a failed room it may have been the last one to read the source.
+                if self.releasable() {
+                    changed(out);
+                }
+                return;
             }
             Outcome::Failed { src_quiet: true, dst_quiet: true, error } => {
                 *p = Progress::Quiet;

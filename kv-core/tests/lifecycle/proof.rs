@@ -47,7 +47,7 @@ fn r_f1_memory_stays_registered_until_the_proof_even_when_the_room_is_cleared() 
     let mut w = held_world(WorldSpec::default());
     let (s, r, op) = in_flight(&mut w);
     w.p[0].transport.unresolve(op);
-    w.close(&[s.clone()], &[r.clone()]);
+    w.close(std::slice::from_ref(&s), std::slice::from_ref(&r));
     assert_eq!(w.p[0].shard.held().undrained, 1);
     // It lands late; source memory is as it was, destination pages are still decode's to give.
     w.p[0].transport.land(op);

@@ -55,8 +55,8 @@ fn every_cp_rank_sends_its_part_of_the_pages() {
 fn tp_ranks_pair_one_to_one() {
     let mut w = World::new(WorldSpec::of(Shape::tp(4, 4, 0), 4));
     let (s, r) = w.open(7, &[3, 8]);
-    for p in 0..4 {
-        w.send(p, &s[p], &[1, 2], 0, true);
+    for (p, room) in s.iter().enumerate() {
+        w.send(p, room, &[1, 2], 0, true);
     }
     w.run();
     assert_eq!((polls(&s), polls(&r)), (vec![4; 4], vec![4; 4]));
@@ -69,8 +69,8 @@ fn dummy_ranks_of_mla_write_nothing_and_report_to_nobody() {
     let shape = Shape { mla: true, ..Shape::tp(2, 1, 0) };
     let mut w = World::new(WorldSpec::of(shape, 1));
     let (s, r) = w.open(7, &[3]);
-    for p in 0..2 {
-        w.send(p, &s[p], &[1], 0, true);
+    for (p, room) in s.iter().enumerate() {
+        w.send(p, room, &[1], 0, true);
     }
     w.run();
     assert_eq!((polls(&s), polls(&r)), (vec![4, 4], vec![4]));
@@ -127,8 +127,8 @@ fn cat_f04_one_failing_rank_of_four_fails_the_room_with_its_reason() {
     let shape = Shape { prefill_pp: 4, ..Shape::default() };
     let mut w = World::new(WorldSpec::of(shape, 1));
     let (s, r) = w.open(7, &[3]);
-    for p in 0..3 {
-        w.send(p, &s[p], &[1], 0, true);
+    for (p, room) in s.iter().enumerate().take(3) {
+        w.send(p, room, &[1], 0, true);
         w.run();
         assert_eq!(r[0].poll(), KvPoll::WaitingForInput);
     }

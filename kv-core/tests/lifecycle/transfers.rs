@@ -230,7 +230,8 @@ fn r_h2_pages_outside_either_side_are_refused_before_any_post() {
 
 #[test]
 fn cat_f62_one_rooms_trouble_is_its_own() {
-    let verdicts: [(&str, fn(&World)); 4] = [
+    type Prepare = fn(&World);
+    let verdicts: [(&str, Prepare); 4] = [
         ("rejected", |w| {
             w.p[0].transport.script_next(Verdict::Reject(kv_core::transport::TransportErrorKind::Backend))
         }),

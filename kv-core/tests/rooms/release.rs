@@ -128,3 +128,18 @@ fn r_f3_an_abort_before_anything_was_posted_is_drained() {
     s.on(SenderEvent::AbortedByDecode);
     assert_eq!((s.room.poll(), s.room.outstanding(), s.room.releasable()), (KvPoll::Failed, 0, true));
 }
+
+#[test]
+fn the_handle_hears_of_the_last_reader_of_the_source() {
+    // Retained for its destination alone, while a sibling still reads.
+    let mut s = Sender::ours().with_metadata(2).with_posted(true);
+    s.on(SenderEvent::Outcome(0, 0, failed(true, false)));
+    assert!(!s.room.releasable());
+    assert_eq!(s.on(SenderEvent::Outcome(0, 1, Outcome::Done)), [SenderEffect::Changed]);
+    assert_eq!((s.room.releasable(), s.room.outstanding()), (true, 1));
+    // Aborted first, and then the write ends with the source quiet.
+    let mut s = Sender::ours().with_metadata(1).with_posted(true);
+    s.on(SenderEvent::Abort);
+    assert_eq!(s.on(SenderEvent::Outcome(0, 0, failed(true, false))), [SenderEffect::Changed]);
+    assert!(s.room.releasable());
+}

@@ -60,7 +60,7 @@ fn r_c6_cat_f26_no_success_after_an_abort() {
         effects.extend(s.on(SenderEvent::Outcome(0, 0, Outcome::Done)));
         effects.extend(s.on(SenderEvent::Enqueue(chunk(true))));
         let told: Vec<_> = effects.iter().filter(|e| matches!(e, SenderEffect::Status(..))).collect();
-        assert_eq!(told, [&status(1, KvPoll::Failed, Some(&s.reason().to_owned()))]);
+        assert_eq!(told, [&status(1, KvPoll::Failed, Some(s.reason()))]);
         assert_eq!(s.room.poll(), KvPoll::Failed);
     }
 }
