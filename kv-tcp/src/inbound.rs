@@ -15,7 +15,6 @@ use crate::region::{Denied, Region};
 use crate::session::{Hold, lane_of};
 use crate::stats;
 use crate::sys::{self, Seg};
-use crate::transport::Inner;
 use crate::worker::{Context, Msg, WorkerShared};
 
 /// Bytes read at once from a connection that is between ops.
@@ -73,7 +72,7 @@ pub(crate) struct Inbound {
 }
 
 impl Inbound {
-    pub fn new(_inner: &Arc<Inner>, me: &Arc<WorkerShared>, sock: TcpStream, token: u64) -> Self {
+    pub fn new(me: &Arc<WorkerShared>, sock: TcpStream, token: u64) -> Self {
         let out = Arc::new(ConnOut::new(sock, Arc::clone(&me.ep), token, MAX_ACK_BYTES));
         Self { token, out, rest: Vec::new(), role: Role::Stranger, incoming: None, orderly: false, spent: 0, moved: 0 }
     }
