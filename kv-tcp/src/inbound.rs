@@ -186,7 +186,12 @@ impl Inbound {
                 Err(end) => {
                     if let End::Malformed(m) = end {
                         stats::add(&cx.inner.counters.frames_malformed, 1);
-                        tracing::warn!(error = %m, peer = self.peer_name(), "connection closed");
+                        if self.greeted() {
+                            tracing::warn!(error = %m, peer = self.peer_name(), "connection closed");
+                        } else {
+                            // Anyone can connect: strangers do not get to fill the log.
+                            tracing::debug!(error = %m, "connection of a stranger closed");
+                        }
                     }
                     return Err(CLOSE);
                 }
