@@ -302,6 +302,8 @@ impl Inbound {
         }
         let verdict = cx.scratch.plan.authorise(&cx.inner.registry, &mut cx.scratch.held);
         if verdict.is_err() {
+            // Not to keep memory alive that was unregistered.
+            cx.scratch.held.clear();
             stats::add(&cx.inner.counters.ops_refused, 1);
         }
         Ok((head, verdict))
