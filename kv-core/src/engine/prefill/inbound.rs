@@ -135,10 +135,7 @@ impl PrefillShard {
 
     pub(super) fn metadata(&mut self, now: Timestamp, m: Metadata, control: &mut dyn ControlPlane) {
         let Some(room) = Room::new(m.room) else { return self.stats.protocol_violations.inc() };
-        let refused = match self.usable(now, &m.name) {
-            Ok(()) => None,
-            Err(reason) => Some(reason),
-        };
+        let refused = self.usable(now, &m.name).err();
         let destination = Destination {
             name: m.name.as_str().into(),
             endpoint: m.endpoint,
