@@ -103,7 +103,7 @@ fn listens(name: &'static str, addr: &str, fix: &str) -> Check {
 const PROBE: &str = "KVT_DOCTOR_PROBE";
 const PROBE_BYTES: [u8; 8] = *b"kvtprobe";
 
-/// When started by [`same_host_copies`]: say where the probe bytes are, and wait until standard input closes.
+/// When started by the check of same-host copies: say where the probe bytes are, and wait until standard input closes.
 pub fn probe_child() -> Option<ExitCode> {
     std::env::var_os(PROBE)?;
     let bytes = Box::new(PROBE_BYTES);
