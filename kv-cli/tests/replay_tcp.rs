@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kv_cli::driver::fleet::{Fleet, FleetEvent, WorkerId};
 use kv_cli::driver::protocol::{
-    BootstrapAt, FetchRoom, FilledPage, FromWorker, Role, RoomEnd, ServeRoom, ToWorker, WorkerConfig,
+    BootstrapAt, FetchRoom, FilledPage, FromWorker, Role, RoomEnd, ServeRoom, TcpPath, ToWorker, WorkerConfig,
 };
 use kv_cli::model::{KvKind, ModelSpec};
 use kv_cli::pattern::{PageSource, Pattern};
@@ -73,6 +73,8 @@ fn config(role: Role, bootstrap: BootstrapAt) -> WorkerConfig {
         pattern: Pattern::Keyed { seed: 5 },
         bootstrap,
         host: "127.0.0.1".into(),
+        tcp_path: TcpPath::Auto,
+        heartbeat_s: 5,
     }
 }
 

@@ -226,7 +226,7 @@ impl TcpTransport {
             .map_err(|e| failure(ErrorKind::Unavailable, "random numbers", e))?;
         let no_direct = match config.same_host {
             SameHost::Off => Some("turned off at the source".to_owned()),
-            SameHost::Auto => None,
+            SameHost::Auto | SameHost::Only => None,
         };
         if no_direct.is_none()
             && host::yama_scope() == Some(1)
