@@ -157,12 +157,28 @@ impl Drop for KvMemory {
     }
 }
 
-/// `MemAvailable` of this machine, bytes.
+/// Memory that can still be had, bytes: `MemAvailable` of this machine, or what its container leaves, if less.
 pub fn mem_available() -> Result<u64> {
     let path = "/proc/meminfo";
     let text = std::fs::read_to_string(path).map_err(|e| CliError::new(format!("cannot read {path}: {e}")))?;
-    parse_mem_available(&text)
-        .ok_or_else(|| CliError::new(format!("{path} names no MemAvailable")).hint("give --pool-mib"))
+    let machine = parse_mem_available(&text)
+        .ok_or_else(|| CliError::new(format!("{path} names no MemAvailable")).hint("give --pool-mib"))?;
+    Ok(cgroup_memory().map_or(machine, |(limit, used)| machine.min(limit.saturating_sub(used))))
+}
+
+/// What this container may have in all, bytes; `None` when it has no limit of its own.
+pub fn memory_limit() -> Option<u64> {
+    cgroup_memory().map(|(limit, _)| limit)
+}
+
+/// Limit and use of our control group, as a container sees its own (version 2, else 1).
+fn cgroup_memory() -> Option<(u64, u64)> {
+    let read = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let pair = |limit, used| Some((read(limit)?, read(used)?));
+    // Without a limit, version 2 says "max" and version 1 an absurd number.
+    pair("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+        .or_else(|| pair("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"))
+        .filter(|(limit, _)| *limit < 1 << 60)
 }
 
 fn parse_mem_available(text: &str) -> Option<u64> {

@@ -113,4 +113,12 @@ fn doctor_tries_same_host_copies_for_real() {
     // Either it works, or the line says why not and what to do.
     assert!(copies["status"] == "ok" || copies["fix"].as_str().is_some_and(|f| !f.is_empty()), "{copies}");
     assert_eq!(out.status.success(), last["ok"] == true);
+    // What does not work says why.
+    for check in checks {
+        assert!(!check["detail"].as_str().unwrap().is_empty(), "{check}");
+    }
+    let named = |name: &str| checks.iter().any(|c| c["name"] == name);
+    for name in ["transport: tcp", "transport: nixl", "transport: mooncake", "transport: mori", "device: RDMA NIC"] {
+        assert!(named(name), "{name}");
+    }
 }

@@ -11,6 +11,8 @@ pub enum SameHost {
     Auto,
     /// Always TCP.
     Off,
+    /// Never TCP: a peer whose memory cannot be read directly is refused, with the reason. For drills and tests.
+    Only,
 }
 
 /// What to do where Yama lets only a parent read a process's memory (`ptrace_scope` 1).

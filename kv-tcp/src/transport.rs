@@ -226,7 +226,7 @@ impl TcpTransport {
             .map_err(|e| failure(ErrorKind::Unavailable, "random numbers", e))?;
         let no_direct = match config.same_host {
             SameHost::Off => Some("turned off at the source".to_owned()),
-            SameHost::Auto => None,
+            SameHost::Auto | SameHost::Only => None,
         };
         if no_direct.is_none()
             && host::yama_scope() == Some(1)
@@ -404,6 +404,12 @@ impl Transport for TcpTransport {
 struct Registration {
     registry: Arc<Registry>,
     id: u32,
+}
+
+/// Whether a region was registered with this transport.
+pub(crate) fn is_ours(inner: &Inner, region: &RegisteredRegion) -> bool {
+    let registration = region.registration().downcast_ref::<Registration>();
+    registration.is_some_and(|r| Arc::ptr_eq(&r.registry, &inner.registry))
 }
 
 impl Drop for Registration {

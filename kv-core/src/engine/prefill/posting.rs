@@ -71,6 +71,7 @@ impl PrefillShard {
     }
 
     /// Plan and submit. `Err`: the lane is busy.
+    #[allow(clippy::result_large_err)] // the lane hands the op back whole
     pub(super) fn try_post(
         &mut self,
         post: Post<RoomKey>,
