@@ -431,6 +431,9 @@ impl Sim {
                 }
                 if poll == KvPoll::Success {
                     let process = self.p[p].process;
+                    if self.open_writes(process, id).next().is_some() {
+                        self.refresh_writes();
+                    }
                     let open = self.open_writes(process, id).next().map(|(op, _)| op);
                     if let Some(op) = open {
                         self.wrong(format!("{}: life {id}: Success with write {op:?} open", self.p[p].name));
@@ -454,7 +457,11 @@ impl Sim {
         let process = self.p[p].process;
         let Some(side) = self.lives.get(&id).and_then(|l| l.senders[&p].live()) else { return };
         if side.shared.releasable() && !side.given {
-            let reading = self.open_writes(process, id).find(|(_, w)| !w.src_quiet).map(|(op, _)| op);
+            let reading = |sim: &Self| sim.open_writes(process, id).find(|(_, w)| !w.src_quiet).map(|(op, _)| op);
+            if reading(self).is_some() {
+                self.refresh_writes();
+            }
+            let reading = reading(self);
             if let Some(op) = reading {
                 self.wrong(format!("{}: life {id}: source given back while {op:?} may read it", self.p[p].name));
             }
@@ -566,8 +573,14 @@ impl Sim {
                     life.unproven.push((process, d, pages, row));
                 }
             } else {
-                let landing = self.writes.iter().find(|(_, w)| w.life == id && w.to == name && !w.dst_quiet);
-                if let Some(((_, op), _)) = landing {
+                let landing = |sim: &Self| {
+                    let mut of = sim.writes.iter().filter(|(_, w)| w.life == id && w.to == name && !w.dst_quiet);
+                    of.next().map(|((_, op), _)| *op)
+                };
+                if landing(self).is_some() {
+                    self.refresh_writes();
+                }
+                if let Some(op) = landing(self) {
                     self.wrong(format!("{name}: life {id}: pages given back as proven while {op:?} may land"));
                 }
                 self.owners.set(&name, &pages, row as u32, Owner::Free);

@@ -453,6 +453,7 @@ impl Sim {
             }
         }
         if !self.quarantined.is_empty() {
+            self.refresh_writes();
             self.end_quarantine();
         }
         for text in self.fabric.take_violations() {
