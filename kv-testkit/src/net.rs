@@ -302,6 +302,14 @@ impl SimNet {
         later.filter(|f| inner.can_arrive(f)).filter_map(|f| f.due).min()
     }
 
+    /// Endpoints that have something to receive at `now`.
+    pub fn due_at(&self, now: Timestamp) -> BTreeSet<Endpoint> {
+        let inner = self.lock();
+        let due = inner.flights.iter().filter(|f| f.due.is_some_and(|d| d <= now) && inner.can_arrive(f));
+        let told = inner.ports.iter().filter(|(_, port)| !port.events.is_empty());
+        due.map(|f| f.to.clone()).chain(told.map(|(e, _)| e.clone())).collect()
+    }
+
     /// Every (sender, receiver) that a message went from and to and that was not closed since: the open sockets.
     pub fn links(&self) -> Vec<(Endpoint, Endpoint)> {
         self.lock().links.iter().cloned().collect()

@@ -117,7 +117,7 @@ impl Episode {
             overtaken: pick(&mut rng, &[0.0, 0.05, 0.2]),
             busy: pick(&mut rng, &[0.0, 0.02, 0.2]),
             reject: pick(&mut rng, &[0.0, 0.0, 0.005]),
-            op_error: pick(&mut rng, &[0.0, 0.01, 0.05, 0.2]),
+            op_error: pick(&mut rng, &[0.0, 0.02, 0.1, 0.3]),
         };
         let gap = [20, 60, 200][rng.below(3) as usize];
         Self {

@@ -40,6 +40,7 @@ impl Sim {
 
     fn heal(&mut self) {
         self.healing = true;
+        self.touch_all = true;
         self.trace.line(format_args!("faults end"));
         self.rates.set(Rates::default());
         let late: Vec<Undo> = std::mem::take(&mut self.pending)
@@ -109,7 +110,8 @@ impl Sim {
             for (d, place) in &life.receivers {
                 let Place::Live(side) = place else { continue };
                 let name = &self.d[*d].node.name;
-                let writer = self.writes.values().find(|w| w.life == *id && w.to == *name);
+                // A prefill rank acks when nothing of the room can be written any more, to whichever decode rank.
+                let writer = self.writes.values().find(|w| w.life == *id);
                 let (peer, why) = match writer {
                     Some(w) => (self.p[w.p].name.clone(), "waits for the ACK of a rank with an unresolved write"),
                     None => (format!("prefill {}", life.prefill), "an ABORT, its ACK or the rank that owed it was lost"),

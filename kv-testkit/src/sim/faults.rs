@@ -52,6 +52,7 @@ impl Sim {
             // A registration is lost with its connection only: decode hears of that, and registers again.
             let lost = rng.chance(rates.get().loss) && !text.starts_with("registration");
             let from = f.from.as_ref().map_or_else(|| "stranger".into(), Endpoint::to_string);
+            trace.message();
             trace.line(format_args!("{from} -> {}  {text}{}", f.to, if lost { "  LOST" } else { "" }));
             lost
         });

@@ -120,7 +120,7 @@ pub struct SimReport {
     pub receiver_success: u64,
     /// Faults of the fleet (partitions, restarts, ...).
     pub faults: u64,
-    /// Control messages sent.
+    /// Control messages sent, lost ones included.
     pub messages: u64,
     /// Spans that landed.
     pub landed: u64,
@@ -284,6 +284,7 @@ struct Sim {
     next_event: u64,
     touched_p: BTreeSet<usize>,
     touched_d: BTreeSet<usize>,
+    touch_all: bool,
     healing: bool,
     /// Messages that carry proof may have been lost.
     lossy: bool,
@@ -338,6 +339,7 @@ impl Sim {
             next_event: 0,
             touched_p: BTreeSet::new(),
             touched_d: BTreeSet::new(),
+            touch_all: true,
             healing: false,
             wrong: Vec::new(),
             report: SimReport::default(),
@@ -429,26 +431,48 @@ impl Sim {
             Ev::ImpostorSender(life, p) => self.impostor(life, Some(p), None),
             Ev::ImpostorReceiver(life, d) => self.impostor(life, None, Some(d)),
             Ev::Write(process, op, step) => self.write_step(process, op, step),
-            Ev::Fault => self.fault(),
-            Ev::Undo(undo) => self.undo(undo),
+            Ev::Fault => {
+                self.touch_all = true;
+                self.fault();
+            }
+            Ev::Undo(undo) => {
+                self.touch_all = true;
+                self.undo(undo);
+            }
         }
     }
 
-    /// Step everybody until nobody has anything to do at this moment.
+    /// Step everybody who has something to do at this moment, until nobody has.
     fn settle(&mut self) {
         let now = self.clock.now();
-        let mut order: Vec<usize> = (0..self.p.len() + self.d.len()).collect();
+        let due = self.net.due_at(now);
+        let all = std::mem::take(&mut self.touch_all);
+        let (touched_p, touched_d) = (std::mem::take(&mut self.touched_p), std::mem::take(&mut self.touched_d));
+        let p = self.p.iter().enumerate().filter(|(i, p)| {
+            let woken = p.node.wake.is_some_and(|t| t <= p.skew.local(now));
+            all || woken || touched_p.contains(i) || due.contains(&p.node.endpoint) || p.node.has_commands()
+        });
+        let mut busy: Vec<usize> = p.map(|(i, _)| i).collect();
+        let d = self.d.iter().enumerate().filter(|(i, d)| {
+            let woken = d.node.wake.is_some_and(|t| t <= d.skew.local(now));
+            let asked = d.node.directory.next_due().is_some_and(|t| t <= now);
+            let told = !d.node.commands.is_empty() || asked;
+            all || woken || touched_d.contains(i) || due.contains(&d.node.endpoint) || told
+        });
+        busy.extend(d.map(|(i, _)| self.p.len() + i));
         for round in 0.. {
             assert!(round < MAX_ROUNDS, "nothing comes to rest at {now:?}");
-            self.rng.shuffle(&mut order);
-            let mut again = false;
-            for &i in &order {
-                again |= match i.checked_sub(self.p.len()) {
+            self.rng.shuffle(&mut busy);
+            for i in std::mem::take(&mut busy) {
+                let again = match i.checked_sub(self.p.len()) {
                     None => self.step_prefill(i, now),
                     Some(d) => self.step_decode(d, now),
                 };
+                if again {
+                    busy.push(i);
+                }
             }
-            if !again {
+            if busy.is_empty() {
                 break;
             }
         }
@@ -490,9 +514,7 @@ impl Sim {
         self.report.simulated = self.clock.now().since(Timestamp::ZERO);
         let (late, landed) = self.owners.counts();
         (self.report.landed, self.report.landed_without_proof) = (landed, late);
-        let sent = |n: &kv_core::engine::Stats| n.messages_out.get();
-        self.report.messages =
-            self.p.iter().map(|p| sent(&p.node.stats)).chain(self.d.iter().map(|d| sent(&d.node.stats))).sum();
+        self.report.messages = self.trace.messages();
         for p in &self.p {
             self.fabric.exit(&p.name);
         }

@@ -9,7 +9,7 @@ const TAIL: usize = 120;
 
 struct Inner {
     hash: u64,
-    lines: u64,
+    messages: u64,
     now: u64,
     kept: VecDeque<String>,
     whole: bool,
@@ -21,7 +21,7 @@ pub(super) struct Trace(Arc<Mutex<Inner>>);
 
 impl Trace {
     pub(super) fn new(whole: bool) -> Self {
-        let inner = Inner { hash: 0xcbf2_9ce4_8422_2325, lines: 0, now: 0, kept: VecDeque::new(), whole };
+        let inner = Inner { hash: 0xcbf2_9ce4_8422_2325, messages: 0, now: 0, kept: VecDeque::new(), whole };
         Self(Arc::new(Mutex::new(inner)))
     }
 
@@ -39,11 +39,19 @@ impl Trace {
         let us = inner.now / 1000;
         let line = format!("{us:>11} us  {text}");
         inner.hash = line.bytes().fold(inner.hash, |h, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
-        inner.lines += 1;
         if !inner.whole && inner.kept.len() == TAIL {
             inner.kept.pop_front();
         }
         inner.kept.push_back(line);
+    }
+
+    /// One message more was sent.
+    pub(super) fn message(&self) {
+        self.lock().messages += 1;
+    }
+
+    pub(super) fn messages(&self) -> u64 {
+        self.lock().messages
     }
 
     pub(super) fn hash(&self) -> u64 {

@@ -113,8 +113,12 @@ impl Sim {
                 let (at, spans) = (took + self.rng.below(wait - took + 1), 1 + self.rng.below(info.spans as u64) as usize);
                 self.after(at, Ev::Write(key.0, key.1, Step::Land(spans)));
             }
-            write.never = self.rng.chance(0.1);
-            if !write.never {
+            write.never = self.rng.chance(0.2);
+            if write.never {
+                // It may land at any time, or not at all.
+                let at = self.rng.below(8_000 * MS);
+                self.after(at, Ev::Write(key.0, key.1, Step::Land(info.spans)));
+            } else {
                 self.after(wait + 1, Ev::Write(key.0, key.1, Step::Settle));
             }
         }

@@ -209,6 +209,12 @@ impl PrefillNode {
         self.step_once(now) || before != self.stats.snapshot()
     }
 
+    /// Commands wait, or a connection that has been made.
+    pub(crate) fn has_commands(&self) -> bool {
+        let connects = lock(&self.connector.state);
+        !lock(&self.commands).is_empty() || (!connects.hold && !connects.waiting.is_empty())
+    }
+
     /// One step of the shard. True when it had commands, or wants to be called again at once.
     pub(crate) fn step_once(&mut self, now: Timestamp) -> bool {
         let mut commands = std::mem::take(&mut *lock(&self.commands));
