@@ -5,11 +5,12 @@ use std::process::ExitCode;
 use kv_core::bootstrap::{BootstrapConfig, BootstrapServer};
 
 use crate::cli::BootstrapArgs;
+use crate::driver::agreement;
 use crate::error::{CliError, Result};
 
 /// Bind a registry; the error names the address and says what to do.
 pub fn bind(host: &str, port: u16) -> Result<BootstrapServer> {
-    BootstrapServer::bind(host, port, BootstrapConfig::default()).map_err(|e| {
+    BootstrapServer::bind_with(host, port, BootstrapConfig::default(), agreement::routes()).map_err(|e| {
         CliError::new(format!("cannot listen on {}: {}", e.addr, e.source))
             .hint("choose another port (0 takes a free one), or end the program that has it")
     })
