@@ -5,7 +5,7 @@
 //! Per round, interleaved: one 128 MiB op of shuffled 16 KiB pages through the transport, then the same pages by a
 //! bare loop (`process_vm_readv` with 64 segments a call; two tuned sockets with 256 KiB a call). Medians.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
@@ -269,8 +269,8 @@ fn source(mode: &str, rounds: usize) -> Result<()> {
         }
         answer()?;
     }
-    let mut took: HashMap<&str, Vec<f64>> = HashMap::new();
-    let mut used = Vec::new();
+    // Seconds and CPU seconds by name.
+    let mut took: BTreeMap<&str, (Vec<f64>, Vec<f64>)> = BTreeMap::new();
     let mut out = Vec::new();
     for k in 0..=rounds {
         let (s, d) = pages(&src, &dst, k);
@@ -286,6 +286,9 @@ fn source(mode: &str, rounds: usize) -> Result<()> {
         let spent = cpu() - c + answer()?.parse::<f64>()? - there;
         let mut bare = Vec::new();
         if mode == "tcp" {
+            writeln!(ask, "cpu")?;
+            let there: f64 = answer()?.parse()?;
+            let c = cpu();
             writeln!(ask, "raw {k}")?;
             answer()?;
             let t = Instant::now();
@@ -309,29 +312,32 @@ fn source(mode: &str, rounds: usize) -> Result<()> {
                     });
                 }
             });
-            bare.push(("raw, 2 tuned connections", t.elapsed().as_secs_f64()));
+            let t = t.elapsed().as_secs_f64();
+            writeln!(ask, "cpu")?;
+            bare.push(("raw, 2 tuned connections", t, cpu() - c + answer()?.parse::<f64>()? - there));
         } else {
             for (name, threads) in [("process_vm_readv, 1 thread", 1), ("process_vm_readv, 2 threads", 2)] {
+                writeln!(ask, "cpu")?;
+                let there: f64 = answer()?.parse()?;
                 writeln!(ask, "bare {} {from} {k} {threads}", std::process::id())?;
-                bare.push((name, answer()?.parse()?));
+                let t: f64 = answer()?.parse()?;
+                writeln!(ask, "cpu")?;
+                bare.push((name, t, answer()?.parse::<f64>()? - there));
             }
         }
         if k > 0 {
-            took.entry("ours").or_default().push(ours);
-            used.push(spent);
-            for (name, t) in bare {
-                took.entry(name).or_default().push(t);
+            for (name, t, c) in bare.into_iter().chain([("ours", ours, spent)]) {
+                let entry = took.entry(name).or_default();
+                entry.0.push(t);
+                entry.1.push(c);
             }
         }
     }
     let gb = OP as f64 / 1e9;
-    let ours = gb / median(took.get_mut("ours").ok_or("no rounds")?);
-    println!("{mode}: 128 MiB of 16 KiB pages: ours {ours:.2} GB/s, {:.3} CPU s/GB", median(&mut used) / gb);
-    for (name, v) in &mut took {
-        if *name != "ours" {
-            let rate = gb / median(v);
-            println!("{mode}:   bare {name}: {rate:.2} GB/s; ours is {:.0} %", ours / rate * 100.0);
-        }
+    println!("{mode}: 128 MiB of 16 KiB pages, {rounds} rounds: GB/s median (best), CPU s/GB");
+    for (name, (t, c)) in &mut took {
+        let (m, c) = (gb / median(t), median(c) / gb);
+        println!("{mode}:   {name:<28} {m:.2} ({:.2}), {c:.3}", gb / t[0]);
     }
     // Small ops: one at a time with a pause, then 64 in flight.
     let mut lat = Vec::new();

@@ -357,6 +357,114 @@ fn cat_f61_bad_frames_end_their_connection_only() {
     t.still_serves();
 }
 
+/// A target in another container, by hand: it takes the session, then its host is gone without a word. No proof comes,
+/// attempts end (catalogue F53), the source's memory is free at once; and when it is back and connected again, the old
+/// session is fenced first.
+#[test]
+fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
+    // The same kernel, so that its loopback address is called on, but other pid numbers: its death cannot be seen.
+    let host = HostIdentity { pid_ns: 1, pid: 1, start: 1, ..HostIdentity::local() };
+    let region = RemoteRegion { id: 0, addr: 1 << 40, len: 1 << 30, key: Key([1; 16]) };
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap();
+    let blob = Blob { name: "far".into(), admission: Key([2; 16]), host, addresses: vec![at], regions: vec![region] };
+    let descriptor = PeerDescriptor { name: "far".into(), metadata: blob.encode(), endpoint: Endpoint::new("far", 1) };
+    let config = TcpConfig { fence_for: Duration::from_millis(150), ..TcpConfig::loopback() };
+    let p = TcpTransport::new(config).unwrap();
+    let arena = Arc::new(HostArena::new(4096).unwrap());
+    let region = p.register(arena).unwrap();
+    let mut lane = p.lane().unwrap();
+    let welcome = |s: &mut TcpStream, verdict| -> Hello {
+        let (_, body) = next(s).unwrap();
+        let mut out = Vec::new();
+        Welcome { verdict, text: String::new() }.encode(&mut out);
+        s.write_all(&out).unwrap();
+        Hello::decode(&body).unwrap()
+    };
+    // Control connection and two for data.
+    let serve = |n: usize| -> Vec<(TcpStream, Hello)> {
+        let take = |_| {
+            let mut s = listener.accept().unwrap().0;
+            let hello = welcome(&mut s, Verdict::Tcp);
+            (s, hello)
+        };
+        (0..n).map(take).collect()
+    };
+    let (peer, old) = std::thread::scope(|scope| {
+        let there = scope.spawn(|| serve(3));
+        (p.connect(&descriptor).unwrap(), there.join().unwrap())
+    });
+    let entry = EntryPair {
+        src_entry: 0,
+        dst_entry: 0,
+        src_region: region.id(),
+        src_offset: 0,
+        dst_addr: 1 << 40,
+        item_len: 8,
+        src_stride: 8,
+        dst_stride: 8,
+    };
+    let plan =
+        WritePlan::new([PlanGroup { entries: Arc::new([entry]), runs: Arc::new([Run { src: 0, dst: 0, count: 1 }]) }]);
+    lane.submit(WriteOp { id: OpId(1), peer, plan, regions: Arc::new([region]) }).unwrap();
+    let session = old[0].1.session;
+    drop(old);
+    let mut out = Vec::new();
+    let mut news = |want: usize| {
+        let end = Instant::now() + Duration::from_secs(60);
+        while out.len() < want && Instant::now() < end {
+            lane.poll(&mut out);
+            std::thread::yield_now();
+        }
+        out.clone()
+    };
+    let told = news(2);
+    assert!(matches!(told[0], LaneEvent::PeerLost(..)), "{told:?}");
+    assert!(
+        matches!(told[1], LaneEvent::Outcome(_, Outcome::Failed { src_quiet: true, dst_quiet: false, .. })),
+        "{told:?}"
+    );
+    // Attempts come, are cut off, and end.
+    listener.set_nonblocking(true).unwrap();
+    let mut attempts = 0;
+    let mut since = Instant::now();
+    while since.elapsed() < Duration::from_millis(700) {
+        match listener.accept() {
+            Ok(_) => (attempts, since) = (attempts + 1, Instant::now()),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+    assert!((1..=5).contains(&attempts), "{attempts} attempts");
+    assert_eq!(news(2).len(), 2, "no proof, no settlement");
+    assert_eq!(p.stats().peers, 1, "and the op is not forgotten");
+    // Connected again: a fence for the old session, and a session of its own.
+    listener.set_nonblocking(false).unwrap();
+    std::thread::scope(|scope| {
+        let there = scope.spawn(|| {
+            let mut kept = Vec::new();
+            for _ in 0..4 {
+                let mut s = listener.accept().unwrap().0;
+                s.set_nonblocking(false).unwrap();
+                let (_, body) = next(&mut s).unwrap();
+                let hello = Hello::decode(&body).unwrap();
+                let fence = hello.purpose == Purpose::Fence;
+                assert_eq!(fence, hello.session.0 == session.0, "a session is never opened again");
+                let mut out = Vec::new();
+                let verdict = if fence { Verdict::Fenced } else { Verdict::Tcp };
+                Welcome { verdict, text: String::new() }.encode(&mut out);
+                s.write_all(&out).unwrap();
+                kept.push(s);
+            }
+            kept
+        });
+        assert_ne!(p.connect(&descriptor).unwrap(), peer);
+        there.join().unwrap();
+    });
+    let told = news(3);
+    let quiet = kv_core::transport::Settlement::Settled { src_quiet: true, dst_quiet: true };
+    assert_eq!(told[2], LaneEvent::Settlement(OpId(1), quiet));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 

@@ -15,7 +15,6 @@ use crate::region::{Denied, Region};
 use crate::session::{Hold, lane_of};
 use crate::stats;
 use crate::sys::{self, Seg};
-use crate::transport::Inner;
 use crate::worker::{Context, Msg, WorkerShared};
 
 /// Bytes read at once from a connection that is between ops.
@@ -73,7 +72,7 @@ pub(crate) struct Inbound {
 }
 
 impl Inbound {
-    pub fn new(_inner: &Arc<Inner>, me: &Arc<WorkerShared>, sock: TcpStream, token: u64) -> Self {
+    pub fn new(me: &Arc<WorkerShared>, sock: TcpStream, token: u64) -> Self {
         let out = Arc::new(ConnOut::new(sock, Arc::clone(&me.ep), token, MAX_ACK_BYTES));
         Self { token, out, rest: Vec::new(), role: Role::Stranger, incoming: None, orderly: false, spent: 0, moved: 0 }
     }
@@ -187,7 +186,12 @@ impl Inbound {
                 Err(end) => {
                     if let End::Malformed(m) = end {
                         stats::add(&cx.inner.counters.frames_malformed, 1);
-                        tracing::warn!(error = %m, peer = self.peer_name(), "connection closed");
+                        if self.greeted() {
+                            tracing::warn!(error = %m, peer = self.peer_name(), "connection closed");
+                        } else {
+                            // Anyone can connect: strangers do not get to fill the log.
+                            tracing::debug!(error = %m, "connection of a stranger closed");
+                        }
                     }
                     return Err(CLOSE);
                 }
@@ -298,6 +302,8 @@ impl Inbound {
         }
         let verdict = cx.scratch.plan.authorise(&cx.inner.registry, &mut cx.scratch.held);
         if verdict.is_err() {
+            // Not to keep memory alive that was unregistered.
+            cx.scratch.held.clear();
             stats::add(&cx.inner.counters.ops_refused, 1);
         }
         Ok((head, verdict))

@@ -406,6 +406,12 @@ struct Registration {
     id: u32,
 }
 
+/// Whether a region was registered with this transport.
+pub(crate) fn is_ours(inner: &Inner, region: &RegisteredRegion) -> bool {
+    let registration = region.registration().downcast_ref::<Registration>();
+    registration.is_some_and(|r| Arc::ptr_eq(&r.registry, &inner.registry))
+}
+
 impl Drop for Registration {
     fn drop(&mut self) {
         self.registry.remove(self.id);

@@ -253,7 +253,7 @@ impl Worker {
         stats::add(&self.inner.counters.connections_accepted, 1);
         stats::add(&self.inner.counters.connections_in, 1);
         self.greeting.push_back((Instant::now() + self.inner.config.connect_timeout, token));
-        self.conns.insert(token, Conn::In(Inbound::new(&self.inner, &self.me, sock, token)));
+        self.conns.insert(token, Conn::In(Inbound::new(&self.me, sock, token)));
     }
 
     fn add_data(&mut self, token: u64, sock: Arc<TcpStream>, peer: Arc<Peer>) {

@@ -213,7 +213,14 @@ fn ops_that_can_never_work_are_handed_back() {
     reject(piece(&p, 0, d.base() - 1, 1), peer, InvalidArgument);
     reject(piece(&p, u64::MAX, d.base(), 1), peer, InvalidArgument);
     reject(piece(&p, 0, u64::MAX, 1), peer, InvalidArgument);
+    let foreign = Side::new(direct(), 4096);
+    let mut op = p.op(9, peer, piece(&p, 0, d.base(), 1));
+    op.regions = std::sync::Arc::new([foreign.region.clone().unwrap()]);
     reject(piece(&p, 0, d.base(), 1), kv_core::ids::PeerId(1 << 50), PeerLost);
+    match ear.lane.submit(op) {
+        Err(SubmitError::Rejected(_, e)) => assert_eq!(e.kind, InvalidArgument, "another transport's region: {e}"),
+        other => panic!("{other:?}"),
+    }
     assert!(ear.outcomes.is_empty());
 }
 

@@ -1,0 +1,154 @@
+//! kv-tcp's lane driven bare, without managers: the source's process of the same-host and TCP rows.
+
+use std::sync::Arc;
+
+use kv_transfer::memory::{MemoryOwner, RegisteredRegion};
+use kv_transfer::plan::{EntryPair, PlanGroup, WritePlan, find_runs};
+use kv_transfer::tcp::{HostArena, PathKind, SameHost, TcpConfig, TcpTransport};
+use kv_transfer::transport::{Lane, LaneEvent, Outcome, PeerDescriptor, Transport, WriteOp};
+use kv_transfer::{Endpoint, OpId, PeerId};
+use serde_json::{Value, json};
+
+use crate::child::{Link, number, numbers, text};
+use crate::pair::{HOST, PATIENCE};
+use crate::stats::{shuffled, shuffled_pages};
+use crate::sys::{now_ns, process_cpu_ns, readable};
+use crate::{Result, tcp};
+
+pub const ROLE: &str = "lane";
+/// Bytes of one op.
+pub const OP: u64 = 128 << 20;
+/// Bytes of each side's pool: ops walk through it, so that caches are cold.
+pub const POOL: u64 = 512 << 20;
+/// Ops until the pool comes round again.
+pub const OPS: usize = (POOL / OP) as usize;
+
+/// Source and destination pages of the op with this number: slices of two shuffles of the pool.
+pub fn page_lists(page: u64, op: usize) -> (Vec<i32>, Vec<i32>) {
+    let (all, n) = ((POOL / page) as usize, (OP / page) as usize);
+    let at = op % OPS * n;
+    let cut = |seed| shuffled_pages(all, seed)[at..at + n].to_vec();
+    (cut(11), cut(12))
+}
+
+/// The same as byte offsets.
+pub fn offsets(page: u64, op: usize) -> (Vec<u64>, Vec<u64>) {
+    let (src, dst) = page_lists(page, op);
+    let bytes = |list: Vec<i32>| list.into_iter().map(|p| p as u64 * page).collect();
+    (bytes(src), bytes(dst))
+}
+
+/// What a source needs to know of a target.
+pub fn describe(transport: &TcpTransport, base: u64) -> Value {
+    json!({ "name": transport.local_name(), "metadata": transport.local_metadata().to_vec(), "base": base })
+}
+
+/// A transport and one lane of it.
+pub struct Bare {
+    pub transport: Arc<TcpTransport>,
+    pub region: Arc<RegisteredRegion>,
+    regions: Arc<[Arc<RegisteredRegion>]>,
+    lane: Box<dyn Lane>,
+    next: u64,
+}
+
+impl Bare {
+    pub fn new(config: TcpConfig, arena: Arc<HostArena>) -> Result<Self> {
+        let transport = Arc::new(TcpTransport::new(config)?);
+        let region = transport.register(arena)?;
+        let lane = transport.lane()?;
+        Ok(Self { transport, regions: Arc::new([region.clone()]), region, lane, next: 0 })
+    }
+
+    /// Connect to a target, which must be reached this way.
+    pub fn connect(&self, target: &Value, kind: PathKind) -> Result<PeerId> {
+        let descriptor = PeerDescriptor {
+            name: text(target, "name")?.to_owned(),
+            metadata: numbers(target, "metadata")?.into_iter().map(|b| b as u8).collect::<Vec<_>>().into(),
+            endpoint: Endpoint::new(HOST, 1),
+        };
+        let peer = self.transport.connect(&descriptor)?;
+        let path = self.transport.peer_path(peer).ok_or("the peer is gone at once")?;
+        if path.kind != kind {
+            return Err(format!("{kind:?} is to be measured, but this is {:?}: {}", path.kind, path.reason).into());
+        }
+        Ok(peer)
+    }
+
+    /// One write, from submission to Done, ns.
+    pub fn run(&mut self, peer: PeerId, plan: WritePlan) -> Result<u64> {
+        self.next += 1;
+        let id = OpId(self.next);
+        let op = WriteOp { id, peer, plan, regions: self.regions.clone() };
+        let fd = self.lane.wake_fd().ok_or("a lane without a descriptor")?;
+        let mut news = Vec::new();
+        let start = now_ns();
+        self.lane.submit(op).map_err(|e| format!("not accepted: {e:?}"))?;
+        loop {
+            if !readable(fd, PATIENCE) {
+                return Err("the lane has no news".into());
+            }
+            self.lane.poll(&mut news);
+            for event in news.drain(..) {
+                match event {
+                    LaneEvent::Outcome(done, Outcome::Done) if done == id => return Ok(now_ns() - start),
+                    other => return Err(format!("{other:?}").into()),
+                }
+            }
+        }
+    }
+}
+
+/// A plan of pages of one entry.
+fn one_entry(bare: &Bare, base: u64, page: u64, op: usize) -> Result<WritePlan> {
+    let (src, dst) = page_lists(page, op);
+    let mut runs = Vec::new();
+    find_runs(&src, &dst, &mut runs)?;
+    let entry = EntryPair {
+        src_entry: 0,
+        dst_entry: 0,
+        src_region: bare.region.id(),
+        src_offset: 0,
+        dst_addr: base,
+        item_len: page,
+        src_stride: page,
+        dst_stride: page,
+    };
+    Ok(WritePlan::new([PlanGroup { entries: [entry].into(), runs: runs.into() }]))
+}
+
+pub fn role(link: &mut Link) -> Result<()> {
+    let arena = Arc::new(HostArena::prefaulted(POOL as usize)?);
+    let Some(hello) = link.next()? else { return Ok(()) };
+    let page = number(&hello, "page")?;
+    let over_tcp = hello["tcp"] == true;
+    let (same_host, kind) =
+        if over_tcp { (SameHost::Off, PathKind::Tcp) } else { (SameHost::Auto, PathKind::SameHost) };
+    let mut bare = Bare::new(TcpConfig { same_host, ..TcpConfig::loopback() }, arena.clone())?;
+    let mut plans = Vec::new();
+    for target in hello["targets"].as_array().ok_or("no targets")? {
+        let peer = bare.connect(target, kind)?;
+        let base = number(target, "base")?;
+        plans.push((peer, (0..OPS).map(|op| one_entry(&bare, base, page, op)).collect::<Result<Vec<_>>>()?));
+    }
+    // For raw sockets, which want addresses.
+    let order = shuffled((POOL / page) as usize, 11);
+    let source: Vec<u64> = order.into_iter().map(|p| arena.base() + p as u64 * page).collect();
+    link.say(&json!({ "base": arena.base() }))?;
+    while let Some(request) = link.next()? {
+        let op = number(&request, "op")? as usize % OPS;
+        let cpu = process_cpu_ns();
+        let ns = match request["target"].as_u64() {
+            Some(n) => {
+                let (peer, plans) = plans.get(n as usize).ok_or("no such target")?;
+                bare.run(*peer, plans[op].clone())?
+            }
+            None => {
+                let n = (OP / page) as usize;
+                tcp::raw_send(&request, &source[op * n..(op + 1) * n], page)?
+            }
+        };
+        link.say(&json!({ "ns": ns, "cpu": process_cpu_ns() - cpu }))?;
+    }
+    Ok(())
+}
