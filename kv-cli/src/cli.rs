@@ -260,6 +260,18 @@ mod tests {
         }
     }
 
+    /// The block of commands in README.md: each line is a command, then, behind two blanks, what it is for.
+    #[test]
+    fn reads_the_commands_of_the_readme() {
+        let readme = include_str!("../../README.md");
+        let lines: Vec<_> = readme.lines().filter(|l| l.starts_with("kvt ")).collect();
+        assert!(lines.len() >= 8, "{lines:?}");
+        for line in lines {
+            let command = line.split("  ").next().unwrap_or(line);
+            Cli::try_parse_from(command.split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));
+        }
+    }
+
     #[test]
     fn refuses_what_cannot_work() {
         for line in
