@@ -56,6 +56,10 @@ fn a_port_in_use() {
     let port = taken.local_addr().unwrap().port().to_string();
     let e = error(&["bootstrap", "--host", "127.0.0.1", "--port", &port]);
     assert!(e.contains(&format!("cannot listen on 127.0.0.1:{port}")), "{e}");
+    let e = error(&["prefill", "--serve-bootstrap", &format!("127.0.0.1:{port}"), "--pool-mib", "64"]);
+    assert!(e.contains(&format!("cannot listen on 127.0.0.1:{port}")) && e.contains("another port"), "{e}");
+    let e = error(&["replay", "--bootstrap-port", &port, "--pool-mib", "64", "--requests", "1"]);
+    assert!(e.contains(&format!("cannot listen on 127.0.0.1:{port}")), "{e}");
 }
 
 #[test]

@@ -18,6 +18,7 @@ use axum::Router;
 use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::StatusCode;
 use axum::routing::put;
+use kv_core::bootstrap::{BootstrapConfig, BootstrapServer};
 use serde::{Deserialize, Serialize};
 
 use crate::driver::protocol::Role;
@@ -76,6 +77,14 @@ impl Stated {
 struct Board {
     prefill: Option<String>,
     decode: Option<String>,
+}
+
+/// A registry with these routes; the error names the address and says what to do.
+pub fn serve(host: &str, port: u16) -> Result<BootstrapServer> {
+    BootstrapServer::bind_with(host, port, BootstrapConfig::default(), routes()).map_err(|e| {
+        CliError::new(format!("cannot listen on {}: {}", e.addr, e.source))
+            .hint("choose another port (0 takes a free one), or end the program that has it")
+    })
 }
 
 type Shared = Arc<Mutex<Board>>;
@@ -141,6 +150,10 @@ fn http(at: &str, method: &str, role: Role, body: &str) -> std::io::Result<(u16,
 }
 
 fn unreachable(at: &str, e: std::io::Error) -> CliError {
+    if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) {
+        let what = format!("what listens at {at} does not answer within {HTTP_TIMEOUT:?}");
+        return CliError::new(what).hint("is it a bootstrap server? correct --bootstrap");
+    }
     CliError::new(format!("the bootstrap server at {at} does not answer: {e}"))
 }
 
@@ -218,8 +231,8 @@ pub fn watch(at: String, ours: Stated, differs: impl FnOnce(CliError) + Send + '
 
 #[cfg(test)]
 mod tests {
+    use super::serve as bind;
     use super::*;
-    use crate::commands::bootstrap::bind;
 
     fn stated(layers: u32) -> Stated {
         Stated::new(vec![("model", "m".into()), ("layers", layers.to_string())])
@@ -256,9 +269,7 @@ mod tests {
 
     #[test]
     fn a_registry_without_the_route_compares_nothing() {
-        let server =
-            kv_core::bootstrap::BootstrapServer::bind("127.0.0.1", 0, kv_core::bootstrap::BootstrapConfig::default())
-                .unwrap();
+        let server = BootstrapServer::bind("127.0.0.1", 0, BootstrapConfig::default()).unwrap();
         agree(&server.local_addr().to_string(), &stated(4), Duration::ZERO).unwrap();
     }
 }
