@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::driver::protocol::TcpPath;
 use crate::pool::PageOrder;
 use crate::shape::Shape;
 
@@ -102,6 +103,12 @@ pub struct WorkloadArgs {
     /// How bytes travel.
     #[arg(long, default_value = "tcp")]
     pub transport: String,
+    /// Transport tcp: copy between processes of one host, or stream over connections. `auto` copies where it can.
+    #[arg(long, value_enum, default_value_t = TcpPath::Auto)]
+    pub tcp_path: TcpPath,
+    /// Decode looks at a prefill server this often; after two misses in a row its rooms fail.
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=3600))]
+    pub heartbeat_s: u64,
 }
 
 /// `kvt replay`.
@@ -147,6 +154,9 @@ pub struct RoleArgs {
     /// Address that the other side reaches this rank at.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: String,
+    /// How long to wait for the registry to come up, seconds.
+    #[arg(long, default_value_t = 30, value_name = "SECONDS")]
+    pub connect_timeout: u64,
     /// TP size of this side.
     #[arg(long, default_value_t = 1)]
     pub tp_size: u32,

@@ -66,6 +66,24 @@ impl KvMemory {
         Ok(Self { base, len, pages, geometry, form })
     }
 
+    /// Have the kernel give every page of the mapping its memory now, so that no first touch falls into a measured
+    /// transfer. Call it before anyone else uses the memory.
+    pub fn populate(&self) {
+        // Linux 5.14. Much faster than touching: one call, no trap per page.
+        const MADV_POPULATE_WRITE: libc::c_int = 23;
+        // SAFETY: exactly our mapping; contents stay as they are.
+        if unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, MADV_POPULATE_WRITE) } == 0 {
+            return;
+        }
+        for offset in (0..self.len).step_by(4096) {
+            // SAFETY: inside the mapping; a volatile read and write of the same byte, before anyone else uses it.
+            unsafe {
+                let byte = self.base.as_ptr().add(offset);
+                byte.write_volatile(byte.read_volatile());
+            }
+        }
+    }
+
     /// What the rank holds of a page.
     pub fn geometry(&self) -> &RankGeometry {
         &self.geometry
@@ -139,12 +157,28 @@ impl Drop for KvMemory {
     }
 }
 
-/// `MemAvailable` of this machine, bytes.
+/// Memory that can still be had, bytes: `MemAvailable` of this machine, or what its container leaves, if less.
 pub fn mem_available() -> Result<u64> {
     let path = "/proc/meminfo";
     let text = std::fs::read_to_string(path).map_err(|e| CliError::new(format!("cannot read {path}: {e}")))?;
-    parse_mem_available(&text)
-        .ok_or_else(|| CliError::new(format!("{path} names no MemAvailable")).hint("give --pool-mib"))
+    let machine = parse_mem_available(&text)
+        .ok_or_else(|| CliError::new(format!("{path} names no MemAvailable")).hint("give --pool-mib"))?;
+    Ok(cgroup_memory().map_or(machine, |(limit, used)| machine.min(limit.saturating_sub(used))))
+}
+
+/// What this container may have in all, bytes; `None` when it has no limit of its own.
+pub fn memory_limit() -> Option<u64> {
+    cgroup_memory().map(|(limit, _)| limit)
+}
+
+/// Limit and use of our control group, as a container sees its own (version 2, else 1).
+fn cgroup_memory() -> Option<(u64, u64)> {
+    let read = |path: &str| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let pair = |limit, used| Some((read(limit)?, read(used)?));
+    // Without a limit, version 2 says "max" and version 1 an absurd number.
+    pair("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+        .or_else(|| pair("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"))
+        .filter(|(limit, _)| *limit < 1 << 60)
 }
 
 fn parse_mem_available(text: &str) -> Option<u64> {
@@ -167,6 +201,7 @@ mod tests {
         let (pattern, source) = (Pattern::Keyed { seed: 1 }, PageSource { id: 5, first_token: 64 });
         // SAFETY: this thread has the only access.
         unsafe {
+            memory.populate();
             assert_eq!(memory.fill(pattern, 2, source), memory.geometry().page_bytes());
             assert_eq!(memory.verify(pattern, 2, source), Ok(()));
             assert!(memory.verify(pattern, 1, source).is_err());

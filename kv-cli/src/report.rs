@@ -5,6 +5,7 @@ use std::time::Duration;
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
+use crate::driver::protocol::Arrived;
 use crate::error::{CliError, Result};
 
 /// Collects what rooms report.
@@ -23,6 +24,8 @@ pub struct Recorder {
     pub prefix_tokens: u64,
     /// Bytes of KV that travelled.
     pub bytes: u64,
+    /// Bytes that came in at decode, by the way they came; metadata rows are among them.
+    pub arrived: Arrived,
     /// Transfer windows together: fill and verification are outside.
     pub window: Duration,
     /// Filling prefill's pages.
@@ -56,6 +59,7 @@ impl Recorder {
             clamped: 0,
             prefix_tokens: 0,
             bytes: 0,
+            arrived: Arrived::default(),
             window: Duration::ZERO,
             fill: Duration::ZERO,
             verify: Duration::ZERO,
@@ -98,6 +102,7 @@ impl Recorder {
         Report {
             ok: self.corrupt == 0 && self.failed == 0,
             transport: transport.to_owned(),
+            path: path(self.arrived),
             model: model.to_owned(),
             rooms: self.rooms,
             failed: self.failed,
@@ -122,6 +127,15 @@ fn micros(d: Duration) -> u64 {
     u64::try_from(d.as_micros()).unwrap_or(u64::MAX).max(1)
 }
 
+fn path(arrived: Arrived) -> Option<&'static str> {
+    match (arrived.copied, arrived.streamed) {
+        (0, 0) => None,
+        (_, 0) => Some("copy"),
+        (0, _) => Some("stream"),
+        _ => Some("copy+stream"),
+    }
+}
+
 fn round(x: f64, digits: i32) -> f64 {
     let scale = 10f64.powi(digits);
     (x * scale).round() / scale
@@ -134,6 +148,9 @@ pub struct Report {
     pub ok: bool,
     /// Transport.
     pub transport: String,
+    /// How bytes came to decode: `copy` between processes of one host, `stream` over connections, or `copy+stream`.
+    /// None where decode ran elsewhere, or nothing moved.
+    pub path: Option<&'static str>,
     /// Model.
     pub model: String,
     /// Rooms that ended in Success.
@@ -179,7 +196,7 @@ impl Report {
         let per_gb = |cpu: f64| if self.bytes > 0 { cpu / (self.bytes as f64 / 1e9) } else { 0.0 };
         let rows = [
             ("model", self.model.clone()),
-            ("transport", self.transport.clone()),
+            ("transport", self.path.map_or(self.transport.clone(), |p| format!("{} ({p})", self.transport))),
             ("requests", format!("{} done, {} failed, {} cut to the pool", self.rooms, self.failed, self.clamped)),
             ("prefix cache", format!("{} tokens not sent again", self.prefix_tokens)),
             ("bytes", format!("{} ({:.2} GB)", self.bytes, self.bytes as f64 / 1e9)),
@@ -221,9 +238,10 @@ mod tests {
     use super::*;
 
     /// The keys that scripts read, in this order.
-    const KEYS: [&str; 18] = [
+    const KEYS: [&str; 19] = [
         "ok",
         "transport",
+        "path",
         "model",
         "rooms",
         "failed",

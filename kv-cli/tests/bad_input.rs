@@ -1,5 +1,7 @@
 //! Bad input to the program: one clear line on standard error, a non-zero exit, nothing on standard output.
 
+#![allow(clippy::unwrap_used)] // helpers of tests
+
 use std::io::Write as _;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
@@ -57,6 +59,17 @@ fn a_port_in_use() {
 }
 
 #[test]
+fn an_unreachable_bootstrap() {
+    // A port that was just free, and that nobody listens on.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let e = error(&["decode", "--bootstrap", &at, "--connect-timeout", "0"]);
+    assert!(e.contains(&format!("the bootstrap server at {at} cannot be reached")), "{e}");
+    let e = error(&["prefill", "--bootstrap", "nonsense"]);
+    assert!(e.contains("--bootstrap nonsense is no HOST:PORT"), "{e}");
+}
+
+#[test]
 fn an_unknown_transport() {
     let e = error(&["replay", "--transport", "pigeon", "--requests", "1", "--pool-mib", "64"]);
     assert!(e.contains("transport 'pigeon' is not built into this program"), "{e}");
@@ -100,4 +113,12 @@ fn doctor_tries_same_host_copies_for_real() {
     // Either it works, or the line says why not and what to do.
     assert!(copies["status"] == "ok" || copies["fix"].as_str().is_some_and(|f| !f.is_empty()), "{copies}");
     assert_eq!(out.status.success(), last["ok"] == true);
+    // What does not work says why.
+    for check in checks {
+        assert!(!check["detail"].as_str().unwrap().is_empty(), "{check}");
+    }
+    let named = |name: &str| checks.iter().any(|c| c["name"] == name);
+    for name in ["transport: tcp", "transport: nixl", "transport: mooncake", "transport: mori", "device: RDMA NIC"] {
+        assert!(named(name), "{name}");
+    }
 }

@@ -22,6 +22,12 @@ pub trait ManagerHooks: Send + Sync + 'static {
         self.dialect().encode_metadata(metadata)
     }
 
+    /// The name by which metadata will speak of the decode rank that registered. Mori's is inside its engine
+    /// description; without one the registration is dropped.
+    fn peer_name(&self, registration: &Registration) -> Option<String> {
+        Some(registration.name.clone()).filter(|name| !name.is_empty())
+    }
+
     /// State indices as this backend sends them (Mori skips CP-replicated state and normalises per component).
     fn prepare_send_state_indices(&self, state_indices: Vec<Vec<i32>>) -> Vec<Vec<i32>> {
         state_indices

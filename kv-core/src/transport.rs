@@ -93,6 +93,17 @@ pub enum Outcome {
     },
 }
 
+impl Outcome {
+    /// Whether (source, destination) are proven quiet.
+    pub fn quiet(&self) -> (bool, bool) {
+        match self {
+            Self::Done => (true, true),
+            Self::Failed { src_quiet, dst_quiet, .. } => (*src_quiet, *dst_quiet),
+            Self::Unresolved { .. } => (false, false),
+        }
+    }
+}
+
 /// Later news of an op that did not end quiet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Settlement {
@@ -105,6 +116,16 @@ pub enum Settlement {
     },
     /// The peer's process generation is proven dead and our endpoint to it torn down: both sides are quiet.
     PeerGenerationDead,
+}
+
+impl Settlement {
+    /// Which of (source, destination) it proves quiet.
+    pub const fn quiet(self) -> (bool, bool) {
+        match self {
+            Self::PeerGenerationDead => (true, true),
+            Self::Settled { src_quiet, dst_quiet } => (src_quiet, dst_quiet),
+        }
+    }
 }
 
 /// What a lane reports.

@@ -11,6 +11,8 @@ pub enum SameHost {
     Auto,
     /// Always TCP.
     Off,
+    /// Never TCP: a peer whose memory cannot be read directly is refused, with the reason. For drills and tests.
+    Only,
 }
 
 /// What to do where Yama lets only a parent read a process's memory (`ptrace_scope` 1).
@@ -82,7 +84,7 @@ impl Default for TcpConfig {
             same_host: SameHost::Auto,
             ptrace_opt_in: PtraceOptIn::Any,
             socket_buffer: Some(512 << 10),
-            inline_max: 32 << 10,
+            inline_max: 64 << 10,
             split_min: 4 << 20,
             max_ops_in_flight: 1024,
             max_queued_bytes: 4 << 20,

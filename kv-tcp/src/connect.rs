@@ -10,6 +10,7 @@ use kv_core::ids::PeerId;
 use kv_core::transport::{PeerDescriptor, Settlement, TransportError, TransportErrorKind as ErrorKind};
 
 use crate::blob::{Blob, Key};
+use crate::config::SameHost;
 use crate::frame::{self, Hello, Kind, Purpose, Verdict, Welcome};
 use crate::keeper::Task;
 use crate::peer::{Peer, State};
@@ -53,6 +54,10 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
         Verdict::Direct => Ok(()),
         _ => Err(welcome.text),
     };
+    if let (Err(why), SameHost::Only) = (&direct, inner.config.same_host) {
+        let text = format!("{} cannot copy directly: {why}; only direct copies are allowed here", blob.name);
+        return Err(TransportError::new(ErrorKind::Refused, text));
+    }
     let dial = |purpose| {
         dial(inner, address, &inner.hello(purpose, &blob.name, &blob.admission, &session), purpose == Purpose::Data)
     };
@@ -77,11 +82,11 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
         }
     }
     // Two connectors may have raced for the same generation: the first one's session stays.
-    if let Some(winner) = inner.all_peers().into_iter().find(|p| p.name == blob.name && p.live()) {
-        if !winner.closing.load(Ordering::Acquire) {
-            winner.set_regions(blob.regions);
-            return Ok(winner.id);
-        }
+    if let Some(winner) = inner.all_peers().into_iter().find(|p| p.name == blob.name && p.live())
+        && !winner.closing.load(Ordering::Acquire)
+    {
+        winner.set_regions(blob.regions);
+        return Ok(winner.id);
     }
     let sockets = links.iter().map(|l| &l.1).chain(&data).map(Arc::downgrade).collect();
     // Spread over the workers, starting at another one for every peer.

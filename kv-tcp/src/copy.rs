@@ -49,7 +49,9 @@ impl CopyError {
 
 /// One call's worth of a copy of at most `max` bytes. Returns the bytes copied; 0 at the end of the plan.
 ///
-/// `held` are the regions the plan was authorised against.
+/// `held` are the regions the plan was authorised against. `pid` was verified when the session opened. Should that
+/// process end and its number be given to another before the end of its connections is noticed here, the bytes copied
+/// meanwhile are another's, and nobody is told that they are good: the source that would have been is dead.
 pub(crate) fn step(
     pid: u32,
     plan: &Plan,

@@ -47,6 +47,7 @@ pub(crate) fn head(data: &[u8]) -> Result<Option<(Kind, usize)>, Malformed> {
 }
 
 /// A whole small frame off the front of `data`: kind, body, bytes used.
+#[allow(clippy::type_complexity)] // a triple, taken apart at once
 pub(crate) fn small(data: &[u8]) -> Result<Option<(Kind, &[u8], usize)>, Malformed> {
     let Some((kind, len)) = head(data)? else { return Ok(None) };
     if len > MAX_SMALL {

@@ -14,18 +14,22 @@ use crate::plan::{Cursor, Plan};
 use crate::region::{Denied, Region};
 use crate::session::{Hold, lane_of};
 use crate::stats;
-use crate::sys;
-use crate::transport::Inner;
+use crate::sys::{self, Seg};
 use crate::worker::{Context, Msg, WorkerShared};
 
 /// Bytes read at once from a connection that is between ops.
 pub(crate) const READ: usize = 64 << 10;
+/// Bytes read at once from a data connection that is between ops, and behind the last byte of one: the next request.
+const AHEAD: usize = 4 << 10;
 /// Bytes received into pages in one call.
 const RECEIVE: u64 = 512 << 10;
 /// Ops up to this size are copied on the spot.
 const INLINE_COPY: u64 = 256 << 10;
 /// After copying this much on the spot, acks go out, and further ops wait their turn.
 const INLINE_BUDGET: u64 = 1 << 20;
+/// Calls on one connection, and bytes of payload, before others have their turn.
+const ROUNDS: usize = 8;
+const TURN: u64 = 1 << 20;
 /// Acks kept for a peer that does not read them, bytes.
 const MAX_ACK_BYTES: usize = 4 << 20;
 
@@ -63,12 +67,14 @@ pub(crate) struct Inbound {
     orderly: bool,
     /// Bytes copied on the spot since the last wait.
     spent: u64,
+    /// Payload bytes received since the last wait.
+    moved: u64,
 }
 
 impl Inbound {
-    pub fn new(_inner: &Arc<Inner>, me: &Arc<WorkerShared>, sock: TcpStream, token: u64) -> Self {
+    pub fn new(me: &Arc<WorkerShared>, sock: TcpStream, token: u64) -> Self {
         let out = Arc::new(ConnOut::new(sock, Arc::clone(&me.ep), token, MAX_ACK_BYTES));
-        Self { token, out, rest: Vec::new(), role: Role::Stranger, incoming: None, orderly: false, spent: 0 }
+        Self { token, out, rest: Vec::new(), role: Role::Stranger, incoming: None, orderly: false, spent: 0, moved: 0 }
     }
 
     pub fn greeted(&self) -> bool {
@@ -99,9 +105,12 @@ impl Inbound {
     /// Read what is there, up to a fair share.
     pub fn readable(&mut self, cx: &mut Context<'_>) -> Flow {
         self.spent = 0;
-        // About 1 MiB of payload, or two buffers of requests, before others have their turn.
+        self.moved = 0;
         let mut flow = GO_ON;
-        for _ in 0..2 {
+        for _ in 0..ROUNDS {
+            if self.moved >= TURN {
+                break;
+            }
             let more = if self.incoming.is_some() { self.receive(cx) } else { self.read(cx) };
             match more {
                 Ok(true) => {}
@@ -116,6 +125,11 @@ impl Inbound {
         flow
     }
 
+    /// A data connection: what is read ahead of a known plan is copied once more, so little is.
+    fn carries_bulk(&self) -> bool {
+        matches!(self.role, Role::Member { lane: None, .. })
+    }
+
     fn answer(&mut self, cx: &mut Context<'_>) {
         self.out.send(&cx.scratch.acks);
         cx.scratch.acks.clear();
@@ -126,12 +140,12 @@ impl Inbound {
         let (n, asked) = if self.rest.is_empty() {
             // The common case: nothing is left over, and the worker's buffer serves every connection.
             let mut buf = std::mem::take(&mut cx.scratch.read);
-            let n = (&self.out.sock).read(&mut buf);
+            let asked = if self.carries_bulk() { AHEAD } else { READ };
+            let n = (&self.out.sock).read(&mut buf[..asked]);
             let used = n.as_ref().map_or(Ok(0), |n| self.frames(cx, &buf[..*n]));
             if let (Ok(n), Ok(used)) = (&n, &used) {
                 self.rest.extend_from_slice(&buf[*used..*n]);
             }
-            let asked = buf.len();
             cx.scratch.read = buf;
             used?;
             (n, asked)
@@ -172,7 +186,12 @@ impl Inbound {
                 Err(end) => {
                     if let End::Malformed(m) = end {
                         stats::add(&cx.inner.counters.frames_malformed, 1);
-                        tracing::warn!(error = %m, peer = self.peer_name(), "connection closed");
+                        if self.greeted() {
+                            tracing::warn!(error = %m, peer = self.peer_name(), "connection closed");
+                        } else {
+                            // Anyone can connect: strangers do not get to fill the log.
+                            tracing::debug!(error = %m, "connection of a stranger closed");
+                        }
                     }
                     return Err(CLOSE);
                 }
@@ -283,6 +302,8 @@ impl Inbound {
         }
         let verdict = cx.scratch.plan.authorise(&cx.inner.registry, &mut cx.scratch.held);
         if verdict.is_err() {
+            // Not to keep memory alive that was unregistered.
+            cx.scratch.held.clear();
             stats::add(&cx.inner.counters.ops_refused, 1);
         }
         Ok((head, verdict))
@@ -403,6 +424,7 @@ impl Inbound {
             stats::add(&cx.inner.counters.bytes_received, n);
         }
         inc.left -= n;
+        self.moved += n;
         self.landed(cx)?;
         Ok(n as usize)
     }
@@ -410,10 +432,10 @@ impl Inbound {
     /// Receive straight into the pages. `Ok(true)`: there may be more.
     fn receive(&mut self, cx: &mut Context<'_>) -> Result<bool, Flow> {
         let Some(inc) = &mut self.incoming else { return Ok(true) };
-        if let Role::Member { hold, .. } = &self.role {
-            if hold.0.revoked() {
-                return Err(CLOSE);
-            }
+        if let Role::Member { hold, .. } = &self.role
+            && hold.0.revoked()
+        {
+            return Err(CLOSE);
         }
         inc.check();
         let got = if inc.failure.is_some() {
@@ -430,13 +452,18 @@ impl Inbound {
                 copy::push(segs, piece.dst, piece.len);
                 room -= piece.len;
             }
-            // SAFETY: as in `take_in`.
+            if room == 0 && inc.left <= RECEIVE {
+                // The op ends within this call: take the start of the next request along.
+                segs.push(Seg { addr: cx.scratch.read.as_mut_ptr() as usize, len: AHEAD });
+            }
+            // SAFETY: as in `take_in`; the last segment is our own buffer.
             unsafe { sys::recv_segs(self.out.sock.as_raw_fd(), segs) }
         };
         match got {
             Ok(0) => Err(CLOSE),
             Ok(n) => {
-                let n = n as u64;
+                let beyond = (n as u64).saturating_sub(inc.left) as usize;
+                let n = n as u64 - beyond as u64;
                 if inc.failure.is_some() {
                     stats::add(&cx.inner.counters.bytes_discarded, n);
                 } else {
@@ -444,7 +471,17 @@ impl Inbound {
                     stats::add(&cx.inner.counters.bytes_received, n);
                 }
                 inc.left -= n;
+                self.moved += n;
                 self.landed(cx).map_err(|_| CLOSE)?;
+                if beyond > 0 {
+                    let buf = std::mem::take(&mut cx.scratch.read);
+                    let used = self.frames(cx, &buf[..beyond]);
+                    if let Ok(used) = used {
+                        self.rest.extend_from_slice(&buf[used..beyond]);
+                    }
+                    cx.scratch.read = buf;
+                    used?;
+                }
                 Ok(true)
             }
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => Ok(false),

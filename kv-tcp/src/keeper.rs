@@ -3,13 +3,15 @@
 //! Proof is one of: the process's exit, seen through its pidfd; the target's own word that the session is fenced; a
 //! successor of the process at the same endpoint of the same host; the target's goodbye. Silence is no proof.
 
+use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use kv_core::ids::PeerId;
 use kv_core::transport::{Settlement, TransportError, TransportErrorKind};
 
 use crate::frame::{self, Kind, Purpose, Verdict, Welcome};
@@ -239,6 +241,7 @@ pub(crate) fn run(inner: &Arc<Inner>) {
     let keeper = &inner.keeper;
     let mut lost: Vec<Lost> = Vec::new();
     let mut events = Vec::new();
+    let mut suspects = Suspects::new();
     let watch = (inner.config.dead_after / 4).max(Duration::from_millis(50));
     let mut next_watch = Instant::now() + watch;
     while !inner.stop.load(Ordering::Acquire) {
@@ -273,7 +276,7 @@ pub(crate) fn run(inner: &Arc<Inner>) {
         });
         if next_watch <= Instant::now() {
             next_watch = Instant::now() + watch;
-            watch_kernels(inner);
+            watch_kernels(inner, &mut suspects);
         }
     }
     drop(lost);
@@ -287,17 +290,31 @@ pub(crate) fn run(inner: &Arc<Inner>) {
     }
 }
 
+/// Sockets whose peer's kernel owes an acknowledgement and gave none at the last look: since when.
+type Suspects = HashMap<(PeerId, RawFd), Instant>;
+
 /// Lose peers whose *kernel* has acknowledged nothing for too long although it owes us something. A stopped or busy
 /// process's kernel still acknowledges, so this tells a dead or unreachable host from a slow peer; the socket option
 /// `TCP_USER_TIMEOUT` does not: it also ends connections to a live peer that takes nothing.
-fn watch_kernels(inner: &Arc<Inner>) {
+fn watch_kernels(inner: &Arc<Inner>, suspects: &mut Suspects) {
+    let (now, before) = (Instant::now(), std::mem::take(suspects));
     for peer in inner.all_peers() {
         if peer.open.load(Ordering::Acquire) == 0 || !peer.live() {
             continue;
         }
-        let dead = peer.live_sockets().iter().any(|sock| {
-            sys::tcp_health(sock.as_raw_fd()).is_ok_and(|h| h.unacked > 0 && h.last_ack >= inner.config.dead_after)
-        });
+        let mut dead = false;
+        for sock in peer.live_sockets() {
+            let fd = sock.as_raw_fd();
+            let Ok(health) = sys::tcp_health(fd) else { continue };
+            if health.unacked == 0 {
+                continue;
+            }
+            // A connection that was idle for an hour heard its last acknowledgement an hour ago: what counts is the
+            // time since it was first seen waiting, without one since.
+            let since = before.get(&(peer.id, fd)).copied().filter(|t| health.last_ack >= now - *t).unwrap_or(now);
+            suspects.insert((peer.id, fd), since);
+            dead |= now - since >= inner.config.dead_after;
+        }
         if dead {
             let text = format!("the host of {} acknowledged nothing for {:?}", peer.name, inner.config.dead_after);
             peer.lose(inner, TransportError::new(TransportErrorKind::PeerLost, text));

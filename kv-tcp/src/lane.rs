@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kv_core::ids::PeerId;
+use kv_core::memory::RegisteredRegion;
 use kv_core::transport::{
     Lane, LaneEvent, Outcome, Settlement, SubmitError, TransportError, TransportErrorKind as ErrorKind, WriteOp,
 };
@@ -29,6 +30,8 @@ use crate::worker::Msg;
 
 /// Smallest part of an op that is worth a connection of its own, bytes.
 const MIN_STRIPE: u64 = 256 << 10;
+/// Behind a full socket, only ops up to this size are queued by copy; larger ones go by the data connections, bytes.
+const QUEUED_INLINE: u64 = 4 << 10;
 const WAKE: u64 = 0;
 const READ: usize = 16 << 10;
 
@@ -214,11 +217,11 @@ impl TcpLane {
             self.core.inner.keeper.post(Task::Look);
         }
         // Over TCP the source is quiet once our own sends have ended; the workers see to that at once.
-        if let Some(at) = self.ending.iter().position(|p| p.id == peer.id) {
-            if peer.jobs.load(Ordering::SeqCst) == 0 {
-                self.ending.swap_remove(at);
-                self.end(peer, &error);
-            }
+        if let Some(at) = self.ending.iter().position(|p| p.id == peer.id)
+            && peer.jobs.load(Ordering::SeqCst) == 0
+        {
+            self.ending.swap_remove(at);
+            self.end(peer, &error);
         }
         if let Some(settlement) = settlement {
             self.settle(peer.id, settlement);
@@ -348,6 +351,11 @@ impl TcpLane {
             Some(link) if link.peer.live() && !link.peer.closing.load(Ordering::Acquire) => link,
             _ => return Err(TransportError::new(ErrorKind::PeerLost, format!("peer {} is not connected", op.peer))),
         };
+        let ours = |r: &Arc<RegisteredRegion>| crate::transport::is_ours(&self.core.inner, r);
+        if let Some(foreign) = op.regions.iter().find(|r| !ours(r)) {
+            let text = format!("{foreign:?} is not registered with this transport");
+            return Err(TransportError::new(ErrorKind::InvalidArgument, text));
+        }
         self.plan
             .resolve(&op.plan, &op.regions, &link.peer.known_regions(), config.max_op_bytes)
             .map_err(|e| TransportError::new(ErrorKind::InvalidArgument, e))?;
@@ -375,7 +383,7 @@ impl TcpLane {
                 self.plan.encode(true, out);
             });
             link.flush(&self.ep)
-        } else if total <= config.inline_max as u64 {
+        } else if total <= config.inline_max as u64 && (link.out.is_empty() || total <= QUEUED_INLINE) {
             frame::put(&mut link.out, Kind::Write, |out| {
                 head.encode(out);
                 self.plan.encode(false, out);
@@ -497,13 +505,12 @@ impl Lane for TcpLane {
                 continue;
             }
             let id = PeerId(event.token);
-            if event.writable {
-                if let Some(link) = self.links.get_mut(&id) {
-                    if let Err(e) = link.flush(&self.ep) {
-                        let peer = Arc::clone(&link.peer);
-                        self.lose(&peer, &e);
-                    }
-                }
+            if event.writable
+                && let Some(link) = self.links.get_mut(&id)
+                && let Err(e) = link.flush(&self.ep)
+            {
+                let peer = Arc::clone(&link.peer);
+                self.lose(&peer, &e);
             }
             if event.readable {
                 self.drain(id);

@@ -1,7 +1,7 @@
 //! A data connection to a peer: stripes of ops, sent straight from registered memory.
 
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
@@ -138,11 +138,11 @@ impl Outbound {
 
 impl Stripe {
     fn send(&mut self, sock: &TcpStream, segs: &mut Vec<Seg>) -> io::Result<()> {
-        if self.head_sent < self.head.len() {
-            self.head_sent += (&*sock).write(&self.head[self.head_sent..])?;
-            return Ok(());
-        }
         segs.clear();
+        let head = &self.head[self.head_sent..];
+        if !head.is_empty() {
+            segs.push(Seg { addr: head.as_ptr() as usize, len: head.len() });
+        }
         let mut ahead = self.cursor;
         let mut room = self.left.min(SEND);
         while segs.len() < MAX_SEGS {
@@ -150,10 +150,14 @@ impl Stripe {
             copy::push(segs, piece.src, piece.len);
             room -= piece.len;
         }
-        // SAFETY: the plan's sources were checked against `regions`, which the job keeps registered and mapped.
-        let n = unsafe { sys::send_segs(sock.as_raw_fd(), segs) }? as u64;
-        self.cursor.skip(&self.job.plan, n);
-        self.left -= n;
+        // SAFETY: the head is our own buffer; the plan's sources were checked against `regions`, which the job keeps
+        // registered and mapped.
+        let n = unsafe { sys::send_segs(sock.as_raw_fd(), segs) }?;
+        let of_head = n.min(head.len());
+        self.head_sent += of_head;
+        let payload = (n - of_head) as u64;
+        self.cursor.skip(&self.job.plan, payload);
+        self.left -= payload;
         Ok(())
     }
 }

@@ -226,12 +226,14 @@ impl TcpTransport {
             .map_err(|e| failure(ErrorKind::Unavailable, "random numbers", e))?;
         let no_direct = match config.same_host {
             SameHost::Off => Some("turned off at the source".to_owned()),
-            SameHost::Auto => None,
+            SameHost::Auto | SameHost::Only => None,
         };
-        if no_direct.is_none() && host::yama_scope() == Some(1) && config.ptrace_opt_in == PtraceOptIn::Any {
-            if let Err(e) = sys::allow_any_reader() {
-                tracing::info!(error = %e, "Yama's opt-in failed; peers on this host use TCP");
-            }
+        if no_direct.is_none()
+            && host::yama_scope() == Some(1)
+            && config.ptrace_opt_in == PtraceOptIn::Any
+            && let Err(e) = sys::allow_any_reader()
+        {
+            tracing::info!(error = %e, "Yama's opt-in failed; peers on this host use TCP");
         }
         let counters = Arc::new(Counters::default());
         let workers = (0..config.worker_count())
@@ -316,6 +318,11 @@ impl TcpTransport {
             peer.sever();
         }
     }
+
+    /// [`TcpTransport::sever`] for every peer.
+    pub fn sever_all(&self) {
+        self.core.inner.all_peers().iter().for_each(|p| p.sever());
+    }
 }
 
 impl Transport for TcpTransport {
@@ -397,6 +404,12 @@ impl Transport for TcpTransport {
 struct Registration {
     registry: Arc<Registry>,
     id: u32,
+}
+
+/// Whether a region was registered with this transport.
+pub(crate) fn is_ours(inner: &Inner, region: &RegisteredRegion) -> bool {
+    let registration = region.registration().downcast_ref::<Registration>();
+    registration.is_some_and(|r| Arc::ptr_eq(&r.registry, &inner.registry))
 }
 
 impl Drop for Registration {

@@ -187,10 +187,10 @@ impl Worker {
     }
 
     fn slice(&mut self) {
-        if let Some(mut part) = self.jobs.pop_front() {
-            if part.slice(&self.inner, &mut self.scratch.local, &mut self.scratch.remote) {
-                self.jobs.push_back(part);
-            }
+        if let Some(mut part) = self.jobs.pop_front()
+            && part.slice(&self.inner, &mut self.scratch.local, &mut self.scratch.remote)
+        {
+            self.jobs.push_back(part);
         }
     }
 
@@ -253,7 +253,7 @@ impl Worker {
         stats::add(&self.inner.counters.connections_accepted, 1);
         stats::add(&self.inner.counters.connections_in, 1);
         self.greeting.push_back((Instant::now() + self.inner.config.connect_timeout, token));
-        self.conns.insert(token, Conn::In(Inbound::new(&self.inner, &self.me, sock, token)));
+        self.conns.insert(token, Conn::In(Inbound::new(&self.me, sock, token)));
     }
 
     fn add_data(&mut self, token: u64, sock: Arc<TcpStream>, peer: Arc<Peer>) {
@@ -269,11 +269,11 @@ impl Worker {
     /// Send what a data connection has; on failure its peer is lost.
     fn drive(&mut self, token: u64) {
         let Some(Conn::Out(out)) = self.conns.get_mut(&token) else { return };
-        if let Err(e) = out.drive(&self.me.ep, &mut self.scratch.local) {
-            if let Some(Conn::Out(out)) = self.conns.remove(&token) {
-                self.me.ep.remove(out.fd());
-                out.lost(&self.inner, &e);
-            }
+        if let Err(e) = out.drive(&self.me.ep, &mut self.scratch.local)
+            && let Some(Conn::Out(out)) = self.conns.remove(&token)
+        {
+            self.me.ep.remove(out.fd());
+            out.lost(&self.inner, &e);
         }
     }
 

@@ -1,5 +1,7 @@
 //! Bytes arrive where the plan says, whatever the plan and the path.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, outside `#[test]` functions
+
 mod common;
 
 use common::*;
@@ -89,7 +91,7 @@ fn random_plans_arrive_over_tcp() {
 #[test]
 fn random_plans_arrive_over_tcp_with_other_cuts() {
     let config =
-        TcpConfig { connections_per_peer: 3, workers: 3, inline_max: 0, socket_buffer: Some(8 << 10), ..tcp() };
+        TcpConfig { connections_per_peer: 3, workers: 3, inline_max: 0, socket_buffer: Some(128 << 10), ..tcp() };
     random_plans(&config, PathKind::Tcp, 30);
 }
 
@@ -211,7 +213,14 @@ fn ops_that_can_never_work_are_handed_back() {
     reject(piece(&p, 0, d.base() - 1, 1), peer, InvalidArgument);
     reject(piece(&p, u64::MAX, d.base(), 1), peer, InvalidArgument);
     reject(piece(&p, 0, u64::MAX, 1), peer, InvalidArgument);
+    let foreign = Side::new(direct(), 4096);
+    let mut op = p.op(9, peer, piece(&p, 0, d.base(), 1));
+    op.regions = std::sync::Arc::new([foreign.region.clone().unwrap()]);
     reject(piece(&p, 0, d.base(), 1), kv_core::ids::PeerId(1 << 50), PeerLost);
+    match ear.lane.submit(op) {
+        Err(SubmitError::Rejected(_, e)) => assert_eq!(e.kind, InvalidArgument, "another transport's region: {e}"),
+        other => panic!("{other:?}"),
+    }
     assert!(ear.outcomes.is_empty());
 }
 

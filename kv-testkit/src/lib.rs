@@ -8,8 +8,9 @@
 //! | `control::ControlPlane` | [`SimNet`], [`SimControl`](net::SimControl) |
 //! | `directory::Directory` | [`FakeDirectory`] |
 //!
-//! Besides: [`conformance`], the suite every transport runs; [`vectors`], the loader of the golden vectors; [`Rng`], a
-//! small seeded generator; [`mod@print`], readable bytes and frames.
+//! Besides: [`World`], shards on all of these, stepped until nothing moves; [`conformance`], the suite every transport
+//! runs; [`vectors`], the loader of the golden vectors; [`Rng`], a small seeded generator; [`mod@print`], readable bytes
+//! and frames.
 //!
 //! Used by tests only, so a misuse or a broken rule panics and says what happened.
 #![deny(unsafe_op_in_unsafe_fn)]
@@ -25,6 +26,7 @@ pub mod net;
 pub mod print;
 pub mod rng;
 pub mod vectors;
+pub mod world;
 
 pub use clock::ManualClock;
 pub use directory::FakeDirectory;
@@ -32,3 +34,4 @@ pub use fake_transport::{FakeFabric, FakeTransport};
 pub use memory::TestMemory;
 pub use net::SimNet;
 pub use rng::Rng;
+pub use world::{World, WorldSpec};

@@ -1,7 +1,7 @@
 //! The conformance suite over the fake transport; and proof that the suite can fail.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kv_core::net::Endpoint;
@@ -133,6 +133,10 @@ impl Harness for Fake {
         40
     }
 
+    fn piece(&self) -> usize {
+        4096
+    }
+
     fn large(&self) -> usize {
         1 << 20
     }
@@ -144,8 +148,16 @@ impl Harness for Fake {
     }
 }
 
+/// Open files are counted for the whole process: one test at a time may open them by the hundred, or count.
+static FILES: Mutex<()> = Mutex::new(());
+
+fn files() -> MutexGuard<'static, ()> {
+    FILES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[test]
 fn the_fake_conforms() {
+    let _files = files();
     let report = conformance::run(&mut Fake::new(None));
     report.assert_passed();
     report.assert_skips(&[]);
@@ -205,6 +217,7 @@ const CAUGHT_BY: [(Flaw, &str, &str); 21] = [
 #[test]
 fn negative_control_every_flaw_is_caught_by_its_trial() {
     for (flaw, trial, text) in CAUGHT_BY {
+        let _files = (flaw == Flaw::LeaksFiles).then(files);
         let report = conformance::run_some(&mut Fake::new(Some(flaw)), |t| t == trial);
         assert_eq!(report.failed(), [trial], "{flaw:?} was not caught:\n{report}");
         assert!(report.to_string().contains(text), "{flaw:?}: {text:?} is not in\n{report}");

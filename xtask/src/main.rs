@@ -1,1 +1,64 @@
-fn main() {}
+//! Project tasks: `cargo xtask ci | demo | golden | bench`.
+
+mod bench;
+mod ci;
+mod golden;
+mod sh;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Tasks of this project.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Debug, Subcommand)]
+enum Task {
+    /// Everything a change must pass. The last line counts the tests.
+    Ci(ci::CiArgs),
+    /// Build kvt and run `kvt demo`; what follows is passed on.
+    Demo {
+        /// Arguments of `kvt demo`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// Check the golden vectors against their manifest, then run the golden tests.
+    Golden(golden::GoldenArgs),
+    /// Run the budget benchmarks; what follows is passed on. `--json`: the last line is an array of rows.
+    Bench {
+        /// Arguments of the benchmark program.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+}
+
+fn main() -> ExitCode {
+    let result = sh::workspace_root().and_then(|root| {
+        std::env::set_current_dir(&root).map_err(|e| format!("cannot go to {}: {e}", root.display()))?;
+        match Cli::parse().task {
+            Task::Ci(args) => ci::run(&args),
+            Task::Demo { args } => demo(&args),
+            Task::Golden(args) => golden::run(&args),
+            Task::Bench { args } => bench::run(&args),
+        }
+    });
+    match result {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("xtask: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn demo(args: &[String]) -> sh::Result<ExitCode> {
+    let mut command = sh::cargo(["run", "--release", "--locked", "--quiet", "-p", "kv-transfer-cli", "--bin", "kvt"]);
+    command.args(["--", "demo"]).args(args);
+    eprintln!("building kvt (release) ...");
+    sh::status(&mut command)
+}

@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::{DemoArgs, PatternArg, ReplayArgs, WorkloadArgs};
 use crate::driver::fleet::{Fleet, FleetEvent};
-use crate::driver::protocol::{BootstrapAt, FromWorker, Role, WorkerConfig};
+use crate::driver::protocol::{BootstrapAt, FromWorker, Role, TcpPath, WorkerConfig};
 use crate::driver::scheduler::{Progress, RunConfig, Scheduler};
 use crate::error::{CliError, Result};
 use crate::memory::mem_available;
@@ -19,8 +19,8 @@ use crate::report::Recorder;
 use crate::shape::{Rank, Shape};
 use crate::trace::TraceSource;
 
-/// How long a rank may take from its start until it is ready for peers.
-pub const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a rank may take from its start until it is ready for peers: first touch of its memory is most of it.
+pub const START_TIMEOUT: Duration = Duration::from_secs(180);
 /// No news at all for this long ends a run: longer than every timeout of a room.
 const STALL: Duration = Duration::from_secs(420);
 
@@ -34,6 +34,10 @@ pub struct Workload {
     pub budget: Budget,
     /// How it runs.
     pub run: RunConfig,
+    /// How the embedded transport moves bytes.
+    pub tcp_path: TcpPath,
+    /// Seconds between decode's looks at prefill.
+    pub heartbeat_s: u64,
 }
 
 impl Workload {
@@ -77,7 +81,7 @@ impl Workload {
             probe: !args.no_probe,
             stall: STALL,
         };
-        Ok(Self { model, plan, budget, run })
+        Ok(Self { model, plan, budget, run, tcp_path: args.tcp_path, heartbeat_s: args.heartbeat_s })
     }
 
     /// Configuration of one rank.
@@ -100,6 +104,8 @@ impl Workload {
             pattern: self.run.pattern,
             bootstrap,
             host: host.to_owned(),
+            tcp_path: self.tcp_path,
+            heartbeat_s: self.heartbeat_s,
         }
     }
 }

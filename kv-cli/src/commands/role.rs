@@ -1,7 +1,9 @@
 //! `kvt prefill` and `kvt decode`: one rank of one side, the other side on another machine.
 
+use std::net::{TcpStream, ToSocketAddrs as _};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::cli::{PatternArg, RoleArgs};
 use crate::commands::replay::{Bar, Workload, await_ready, finish};
@@ -36,6 +38,9 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
         (None, Some(at)) => BootstrapAt::Connect(at),
         (None, None) => return Err(CliError::new("no registry").hint("give --bootstrap HOST:PORT")),
     };
+    if let BootstrapAt::Connect(at) = &bootstrap {
+        await_registry(at, Duration::from_secs(args.connect_timeout))?;
+    }
     args.workload.pool_mib.get_or_insert(DEFAULT_POOL_MIB);
     let workload = Workload::prepare(&args.workload, shape, 1, seed, pattern)?;
     eprintln!(
@@ -56,3 +61,36 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
     bar.close();
     finish(&recorder?, transport, &workload.model.name, json)
 }
+
+/// Wait until something accepts connections at `at`: the two sides may be started in any order.
+fn await_registry(at: &str, patience: Duration) -> Result<()> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let error = match at.to_socket_addrs() {
+            Err(e) if e.kind() == std::io::ErrorKind::InvalidInput => {
+                return Err(CliError::new(format!("--bootstrap {at} is no HOST:PORT: {e}"))
+                    .hint("write it like 10.0.0.1:8998 or [fd00::1]:8998"));
+            }
+            Err(e) => e.to_string(),
+            Ok(addrs) => {
+                let mut last = "it has no address".to_owned();
+                for addr in addrs {
+                    match TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT) {
+                        Ok(_) => return Ok(()),
+                        Err(e) => last = e.to_string(),
+                    }
+                }
+                last
+            }
+        };
+        if Instant::now() >= deadline {
+            return Err(CliError::new(format!("the bootstrap server at {at} cannot be reached: {error}"))
+                .hint("start `kvt bootstrap` or `kvt prefill --serve-bootstrap` there, or correct --bootstrap"));
+        }
+        std::thread::sleep(RETRY_EVERY);
+    }
+}
+
+/// One try of [`await_registry`].
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const RETRY_EVERY: Duration = Duration::from_millis(200);

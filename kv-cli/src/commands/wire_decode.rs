@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use bytes::Bytes;
+use kv_core::hooks::TCP_GUARD;
 use kv_core::wire::{self, Dialect, MooncakeDialect, MoriDialect, NixlDialect};
 
 use crate::cli::{DialectArg, WireDecodeArgs};
@@ -12,9 +13,6 @@ use crate::error::{CliError, Result};
 
 /// Largest input, bytes.
 const MAX_INPUT: u64 = 256 << 20;
-
-/// Guard frame of the embedded transport's messages.
-const TCP_GUARD: &str = "KvTcpMsgGuard";
 
 /// Run it.
 pub fn run(args: &WireDecodeArgs, json: bool) -> Result<ExitCode> {

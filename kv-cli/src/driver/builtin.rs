@@ -32,16 +32,30 @@ fn backend(config: &WorkerConfig) -> Result<Backend> {
 
 #[cfg(feature = "tcp")]
 fn tcp(config: &WorkerConfig) -> Result<Backend> {
-    use kv_transfer::tcp::{TcpConfig, TcpTransport};
+    use crate::driver::protocol::{Arrived, TcpPath};
+    use kv_transfer::tcp::{SameHost, TcpConfig, TcpTransport};
     let ip = config.host.trim_start_matches('[').trim_end_matches(']').parse::<std::net::IpAddr>();
-    let tcp = match ip {
-        // Peers come to the address the control socket has, too.
-        Ok(ip) => TcpConfig { bind: (ip, 0).into(), ..TcpConfig::default() },
-        Err(_) => TcpConfig::default(),
+    let mut tcp = TcpConfig {
+        same_host: match config.tcp_path {
+            TcpPath::Auto => SameHost::Auto,
+            TcpPath::Copy => SameHost::Only,
+            TcpPath::Stream => SameHost::Off,
+        },
+        ..TcpConfig::default()
     };
+    if let Ok(ip) = ip {
+        // Peers come to the address the control socket has, too.
+        tcp.bind = (ip, 0).into();
+    }
     let transport =
         TcpTransport::new(tcp).map_err(|e| CliError::new(format!("cannot start the tcp transport: {e}")))?;
-    Ok(Backend { transport: Arc::new(transport), hooks: Arc::new(kv_transfer::hooks::TcpHooks::new()) })
+    let transport = Arc::new(transport);
+    let counted = Arc::clone(&transport);
+    let arrived = move || {
+        let stats = counted.stats();
+        Arrived { copied: stats.bytes_copied_in, streamed: stats.bytes_received }
+    };
+    Ok(Backend { transport, hooks: Arc::new(kv_transfer::hooks::TcpHooks::new()), arrived: Box::new(arrived) })
 }
 
 impl EngineFactory for BuiltIn {

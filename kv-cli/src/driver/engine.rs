@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::driver::protocol::{FetchRoom, ServeRoom, WorkerConfig};
+use crate::driver::protocol::{Arrived, FetchRoom, ServeRoom, WorkerConfig};
 use crate::error::Result;
 use crate::memory::KvMemory;
 
@@ -51,6 +51,9 @@ pub trait PrefillEngine: Send {
 pub trait DecodeEngine: Send {
     /// Open a receiver, send its metadata as soon as prefill's ranks are known, and return at once.
     fn fetch(&mut self, room: &FetchRoom) -> Result<()>;
+
+    /// Bytes that came in since the start, by the way they came.
+    fn arrived(&self) -> Arrived;
 
     /// Drive the rooms; append news to `out`. Returns as soon as there is news, at the latest after `timeout`.
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()>;

@@ -22,7 +22,7 @@ use kv_transfer::transport::Transport;
 use kv_transfer::{KvPoll, Limits, Room};
 
 use crate::driver::engine::{DecodeEngine, EngineEvent, PrefillEngine, PrefillStart};
-use crate::driver::protocol::{BootstrapAt, FetchRoom, ServeRoom, WorkerConfig};
+use crate::driver::protocol::{Arrived, BootstrapAt, FetchRoom, ServeRoom, WorkerConfig};
 use crate::driver::rows::{AUX_ROWS, AuxRows, ROW_BYTES};
 use crate::error::{CliError, Result};
 use crate::memory::KvMemory;
@@ -33,6 +33,8 @@ pub struct Backend {
     pub transport: Arc<dyn Transport>,
     /// Frames the messages.
     pub hooks: Arc<dyn ManagerHooks>,
+    /// Bytes that came in so far.
+    pub arrived: Box<dyn Fn() -> Arrived + Send>,
 }
 
 fn failed(what: &str, e: impl std::fmt::Display) -> CliError {
@@ -257,6 +259,7 @@ struct ManagedDecode {
     bootstrap: String,
     rooms: Rooms<KvReceiver>,
     rows: Arc<AuxRows>,
+    arrived: Box<dyn Fn() -> Arrived + Send>,
 }
 
 /// Start a decode rank.
@@ -278,12 +281,13 @@ pub fn decode(config: &WorkerConfig, backend: Backend, memory: &Arc<KvMemory>) -
             is_mla: config.model.is_mla(),
             ..DecodeRank::default()
         },
+        heartbeat_interval: Duration::from_secs(config.heartbeat_s),
         ..DecodeConfig::default()
     };
     let manager = DecodeManager::start(manager_config, backend.transport, backend.hooks, layout)
         .map_err(|e| failed("cannot start decode", e).hint("see --host: it must be an address of this machine"))?;
     let fd = manager.subscribe().map_err(|e| failed("cannot watch rooms", e))?;
-    Ok(Box::new(ManagedDecode { manager, bootstrap, rooms: Rooms::new(fd), rows }))
+    Ok(Box::new(ManagedDecode { manager, bootstrap, rooms: Rooms::new(fd), rows, arrived: backend.arrived }))
 }
 
 impl ManagedDecode {
@@ -313,6 +317,10 @@ impl DecodeEngine for ManagedDecode {
         let open = Open { handle, pages, prefix_tokens: room.prefix_tokens, slot, started: None };
         self.rooms.open.insert(room.room, open);
         Ok(())
+    }
+
+    fn arrived(&self) -> Arrived {
+        (self.arrived)()
     }
 
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()> {

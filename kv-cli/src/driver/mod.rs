@@ -3,7 +3,7 @@
 //! A **worker** is one rank: it has the memory and the engine, and does what it is told, wave by wave ([`worker`]).
 //! The **scheduler** is the brain: it has the pools, the prefix caches and the books of both sides ([`scheduler`]).
 //! They talk in lines of JSON ([`protocol`]), over pipes to OS processes or over channels to threads ([`fleet`]).
-//! What moves bytes is behind [`engine`]; [`loopback`] is one for tests.
+//! What moves bytes is behind [`engine`]; `loopback` is one for tests.
 //!
 //! Order of one wave: prefill fills its pages → prefill opens the rooms → decode fetches the gate room (so it knows
 //! that the pages are filled, also from another machine) → the clock runs while decode fetches the rooms → decode

@@ -36,6 +36,46 @@ pub enum BootstrapAt {
     Connect(String),
 }
 
+/// How the embedded transport moves bytes between two ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+pub enum TcpPath {
+    /// Copy where both ranks run on one host and the kernel permits it, else stream.
+    #[default]
+    Auto,
+    /// Copy (`process_vm_readv`); a peer that cannot be copied from is refused, with the reason.
+    Copy,
+    /// Stream over TCP, also on one host.
+    Stream,
+}
+
+/// Bytes that came into a decode rank, by the way they came.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Arrived {
+    /// Copied out of a process on this host.
+    pub copied: u64,
+    /// Received over connections.
+    pub streamed: u64,
+}
+
+impl Arrived {
+    /// What came after `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            copied: self.copied.saturating_sub(before.copied),
+            streamed: self.streamed.saturating_sub(before.streamed),
+        }
+    }
+}
+
+impl std::ops::AddAssign for Arrived {
+    fn add_assign(&mut self, other: Self) {
+        self.copied += other.copied;
+        self.streamed += other.streamed;
+    }
+}
+
 /// Everything a worker needs to know before it starts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerConfig {
@@ -57,6 +97,10 @@ pub struct WorkerConfig {
     pub bootstrap: BootstrapAt,
     /// Address that the other side reaches this worker at.
     pub host: String,
+    /// How the embedded transport moves bytes.
+    pub tcp_path: TcpPath,
+    /// Decode: seconds between two looks at a prefill server.
+    pub heartbeat_s: u64,
 }
 
 /// One page and what it holds.
@@ -189,6 +233,8 @@ pub enum FromWorker {
         seconds: f64,
         /// CPU of this process meanwhile, seconds.
         cpu_s: f64,
+        /// Bytes that came in meanwhile, and how.
+        arrived: Arrived,
     },
     /// Pages were compared.
     Verified {
@@ -241,6 +287,8 @@ mod tests {
             pattern: Pattern::Keyed { seed: u64::MAX },
             bootstrap: BootstrapAt::Connect("[::1]:8998".into()),
             host: "::1".into(),
+            tcp_path: TcpPath::Stream,
+            heartbeat_s: 2,
         }));
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<ToWorker>(&text).unwrap(), config);

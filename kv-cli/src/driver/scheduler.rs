@@ -307,7 +307,8 @@ impl<'a> Scheduler<'a> {
         let workers = self.tell(Role::Decode, &ToWorker::Fetch { rooms, concurrency })?;
         let (mut slowest, mut cpu) = (0f64, 0.0);
         self.until(workers, |s, id, event| match event {
-            FromWorker::FetchDone { seconds, cpu_s } => {
+            FromWorker::FetchDone { seconds, cpu_s, arrived } => {
+                s.recorder.arrived += arrived;
                 slowest = slowest.max(seconds);
                 cpu += cpu_s;
                 Ok(true)

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::driver::fleet::{Fleet, FleetEvent};
 use crate::driver::loopback::{Faults, Loopback};
-use crate::driver::protocol::{BootstrapAt, FilledPage, FromWorker, Role, ToWorker, WorkerConfig};
+use crate::driver::protocol::{BootstrapAt, FilledPage, FromWorker, Role, TcpPath, ToWorker, WorkerConfig};
 use crate::driver::scheduler::{RunConfig, Scheduler};
 use crate::model::{KvKind, ModelSpec};
 use crate::pattern::{PageSource, Pattern};
@@ -49,6 +49,8 @@ fn worker(role: Role, run: &RunConfig, shape: Shape, rank: crate::shape::Rank) -
         pattern: run.pattern,
         bootstrap: BootstrapAt::Connect("loopback:0".into()),
         host: "127.0.0.1".into(),
+        tcp_path: TcpPath::default(),
+        heartbeat_s: 5,
     }
 }
 

@@ -131,6 +131,7 @@ impl Worker {
     fn start(factory: &dyn EngineFactory, config: &WorkerConfig, emit: &mut Emit<'_>) -> Result<Self> {
         let geometry = config.model.rank_geometry(config.shape, config.rank)?;
         let memory = Arc::new(KvMemory::new(geometry, config.pool_pages)?);
+        memory.populate();
         let (side, bootstrap) = match config.role {
             Role::Prefill => {
                 let start = factory.prefill(config, Arc::clone(&memory))?;
@@ -200,7 +201,7 @@ impl Worker {
         commands: &Receiver<Result<ToWorker>>,
         emit: &mut Emit<'_>,
     ) -> Result<()> {
-        let (started, cpu) = (Instant::now(), cpu_seconds());
+        let (started, cpu, before) = (Instant::now(), cpu_seconds(), self.side.decode()?.arrived());
         let mut waiting = rooms.into_iter().peekable();
         while (waiting.peek().is_some() || !self.open.is_empty()) && self.connected(commands)? {
             while self.open.len() < concurrency.max(1) as usize {
@@ -210,7 +211,8 @@ impl Worker {
             }
             self.drain(TICK, emit)?;
         }
-        emit(FromWorker::FetchDone { seconds: started.elapsed().as_secs_f64(), cpu_s: cpu_seconds() - cpu })
+        let (seconds, cpu_s) = (started.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+        emit(FromWorker::FetchDone { seconds, cpu_s, arrived: self.side.decode()?.arrived().since(before) })
     }
 
     /// Whether somebody still wants the answer. A command in the middle of another is a fault of the scheduler.

@@ -68,6 +68,21 @@ pub struct DecodeShardConfig {
     pub registration: Arc<dyn Fn() -> Registration + Send + Sync>,
 }
 
+/// What a decode shard holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DecodeHeld {
+    /// Rooms: live, and cleared but not released.
+    pub rooms: usize,
+    /// Room numbers that messages find.
+    pub named: usize,
+    /// ABORTs whose ACKs are awaited.
+    pub generations: usize,
+    /// Lookups under way.
+    pub resolving: usize,
+    /// Connection-pool keys registered with.
+    pub registered: usize,
+}
+
 struct Entry {
     room: ReceiverRoom,
     shared: Arc<RoomShared>,
@@ -96,11 +111,14 @@ pub struct DecodeShard {
     effects: Vec<ReceiverEffect>,
     inbox: Vec<ControlEvent>,
     malformed: MalformedLog,
+    held_back: u32,
     stats: Arc<Stats>,
 }
 
 /// Messages handled in one step.
 const MAX_INBOX: usize = 256;
+/// Deadlines wait at most so many steps for messages that have arrived.
+const MAX_HELD_BACK: u32 = 64;
 
 impl DecodeShard {
     /// A shard without rooms.
@@ -127,6 +145,7 @@ impl DecodeShard {
             effects: Vec::new(),
             inbox: Vec::new(),
             malformed: MalformedLog::default(),
+            held_back: 0,
             stats,
         }
     }
@@ -136,9 +155,20 @@ impl DecodeShard {
         &self.stats
     }
 
-    /// Rooms held (live, and cleared but not released), ABORTs whose ACKs are awaited, lookups under way.
-    pub fn held(&self) -> (usize, usize, usize) {
-        (self.rooms.len(), self.by_generation.len(), self.resolving.len())
+    /// What it holds now. Everything but the registrations returns to zero when the rooms have ended.
+    pub fn held(&self) -> DecodeHeld {
+        DecodeHeld {
+            rooms: self.rooms.len(),
+            named: self.by_room.len(),
+            generations: self.by_generation.len(),
+            resolving: self.resolving.len(),
+            registered: self.registered.len(),
+        }
+    }
+
+    /// Deadlines it remembers, stale ones included. Bounded by the rooms it holds, but for a fixed number.
+    pub fn pending_deadlines(&self) -> usize {
+        self.timers.len()
     }
 
     /// Handle everything that is there.
@@ -163,7 +193,13 @@ impl DecodeShard {
             self.command(now, command, control);
         }
         let tick = control.tick(now);
-        self.timeouts(now, control);
+        // What has arrived wins over a deadline, also when it does not fit into one step (D5).
+        if again && self.held_back < MAX_HELD_BACK {
+            self.held_back += 1;
+        } else {
+            self.held_back = 0;
+            self.timeouts(now, control);
+        }
         let at = [self.timers.next(), self.outgoing.poll_timeout(), tick].into_iter().flatten().min();
         NextWake { at, in_flight: false, again }
     }
@@ -202,6 +238,11 @@ impl DecodeShard {
 
     fn create(&mut self, shared: Arc<RoomShared>, bootstrap_addr: String, prefill_dp_rank: Option<u32>) {
         let room = shared.room();
+        if self.by_room.contains_key(&room) {
+            // The manager refuses this; whoever drives the shard must not harm the first one (F40).
+            let failure = Failure::here(format!("room {room} is in use: its receiver was not cleared"));
+            return shared.publish(KvPoll::Failed, true, Some(&failure), None);
+        }
         let machine = ReceiverRoom::new(room, self.config.policy.clone());
         let addr = bootstrap_addr.clone();
         let entry =
@@ -221,7 +262,11 @@ impl DecodeShard {
             DirectoryEvent::Peers { token, result } => {
                 let Some(key) = self.resolving.remove(&token) else { return };
                 let result = result.and_then(|peers| {
-                    self.register(now, &peers, control)?;
+                    if let Err(reason) = self.register(now, &peers, control) {
+                        // The next room asks for the addresses anew.
+                        self.directory.request(DirectoryRequest::Forget { pool_key: peers.pool_key.clone() });
+                        return Err(reason);
+                    }
                     Ok(peers)
                 });
                 self.drive(now, key, ReceiverEvent::Peers(result), control);
@@ -358,6 +403,7 @@ impl DecodeShard {
                         self.directory.request(DirectoryRequest::Forget { pool_key: peers.pool_key.clone() });
                     }
                 }
+                ReceiverEffect::Stale => self.stats.messages_stale.inc(),
                 ReceiverEffect::Violation(what) => {
                     self.stats.protocol_violations.inc();
                     if let Some(e) = self.rooms.get(key) {
@@ -416,7 +462,12 @@ impl DecodeShard {
                     Err(error) => return failed(i, error),
                 },
             };
-            if let Err(error) = control.send(&record.endpoint, message) {
+            let sent = match self.outgoing.is_stalled(&record.endpoint) {
+                // The registration may be among what waits.
+                true => Err("it takes no messages".to_owned()),
+                false => control.send(&record.endpoint, message).map_err(|e| e.to_string()),
+            };
+            if let Err(error) = sent {
                 self.stats.send_failures.inc();
                 return failed(i, format!("send_metadata to prefill {} failed: {error}", record.endpoint));
             }
@@ -507,6 +558,14 @@ impl DecodeShard {
             self.effects = effects;
             self.after(key);
         }
-        self.outgoing.handle_timeout(now, control, &self.stats);
+        for endpoint in self.outgoing.handle_timeout(now, control, &self.stats) {
+            // It may have been the registration: the next room registers again.
+            let to_it = |p: &PrefillPeers| p.records.iter().any(|r| r.endpoint == endpoint);
+            let keys: Vec<String> = self.registered.iter().filter(|(_, p)| to_it(p)).map(|(k, _)| k.clone()).collect();
+            for pool_key in keys {
+                self.forget(&pool_key, control);
+                self.directory.request(DirectoryRequest::Forget { pool_key });
+            }
+        }
     }
 }

@@ -13,8 +13,8 @@ mod shared;
 mod stats;
 mod timers;
 
-pub use decode::{DecodeCommand, DecodeShard, DecodeShardConfig};
-pub use prefill::{PrefillCommand, PrefillShard, PrefillShardConfig};
+pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
+pub use prefill::{PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
 pub use shared::{EventQueue, RoomEvent, RoomShared};
 pub use stats::{Counter, Stats};
 

@@ -59,6 +59,11 @@ impl Outgoing {
         }
     }
 
+    /// Messages wait for it: one sent past them would overtake them.
+    pub(crate) fn is_stalled(&self, to: &Endpoint) -> bool {
+        self.kept.contains_key(to)
+    }
+
     /// The peer is gone: what waits for it is of no use.
     pub(crate) fn forget(&mut self, to: &Endpoint) {
         self.kept.remove(to);
@@ -68,9 +73,16 @@ impl Outgoing {
         self.retry_at
     }
 
-    pub(crate) fn handle_timeout(&mut self, now: Timestamp, control: &mut dyn ControlPlane, stats: &Arc<Stats>) {
+    /// Try again what waits. Returns the peers that never got a message.
+    pub(crate) fn handle_timeout(
+        &mut self,
+        now: Timestamp,
+        control: &mut dyn ControlPlane,
+        stats: &Arc<Stats>,
+    ) -> Vec<Endpoint> {
+        let mut given_up = Vec::new();
         if self.retry_at.is_none_or(|t| t > now) {
-            return;
+            return given_up;
         }
         self.kept.retain(|to, queue| {
             while let Some((deadline, message)) = queue.front() {
@@ -80,6 +92,9 @@ impl Outgoing {
                     Err(error) => {
                         stats.send_failures.inc();
                         tracing::warn!("message to {to} lost: {error}");
+                        if given_up.last() != Some(to) {
+                            given_up.push(to.clone());
+                        }
                     }
                 }
                 queue.pop_front();
@@ -87,5 +102,6 @@ impl Outgoing {
             false
         });
         self.retry_at = (!self.kept.is_empty()).then(|| now + RETRY);
+        given_up
     }
 }

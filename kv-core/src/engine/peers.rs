@@ -19,7 +19,7 @@ pub(crate) enum Link {
     /// Its geometry or blob cannot be used. Ends when it registers again.
     Refused(Arc<str>),
     /// It broke. Tried again when a room needs it, not before `retry_at`.
-    Down { reason: Arc<str>, retry_at: Timestamp, failures: u32 },
+    Down { reason: Arc<str>, retry_at: Timestamp },
 }
 
 /// A write that waits for its peer.
@@ -36,6 +36,8 @@ pub(crate) struct Peer<K> {
     pub(crate) pairing: Option<Arc<Pairing>>,
     pub(crate) link: Link,
     pub(crate) posts: VecDeque<Post<K>>,
+    /// Losses and failed attempts since it was last connected.
+    pub(crate) failures: u32,
     pub(crate) last_used: Timestamp,
 }
 
@@ -91,10 +93,6 @@ impl<K> Peers<K> {
                 self.by_id.remove(&id);
                 Some(id)
             }
-            Link::Connecting(token) => {
-                self.by_token.remove(&token);
-                None
-            }
             _ => None,
         };
         Some((peer, id))
@@ -111,32 +109,37 @@ impl<K> Peers<K> {
         token
     }
 
-    /// The peer whose attempt this was, unless it has moved on meanwhile.
-    pub(crate) fn connected(&mut self, token: u64) -> Option<Arc<str>> {
-        let name = self.by_token.remove(&token)?;
-        let current = matches!(self.by_name.get(&name)?.link, Link::Connecting(t) if t == token);
-        current.then_some(name)
+    /// The peer whose attempt this was; `Err` when it has moved on meanwhile.
+    pub(crate) fn connected(&mut self, token: u64) -> Result<Arc<str>, Option<Arc<str>>> {
+        let Some(name) = self.by_token.remove(&token) else { return Err(None) };
+        match self.by_name.get(&name) {
+            Some(Peer { link: Link::Connecting(t), .. }) if *t == token => Ok(name),
+            _ => Err(Some(name)),
+        }
+    }
+
+    /// Whether `id`, the result of an older attempt at `name`, is in use or about to be: two attempts at one process
+    /// give one id.
+    pub(crate) fn wants(&self, name: Option<&str>, id: PeerId) -> bool {
+        let connecting = |p: &Peer<K>| matches!(p.link, Link::Connecting(_));
+        self.by_id.contains_key(&id) || name.and_then(|n| self.get(n)).is_some_and(connecting)
     }
 
     pub(crate) fn ready(&mut self, name: &Arc<str>, id: PeerId) {
         if let Some(p) = self.by_name.get_mut(name) {
             p.link = Link::Ready(id);
+            p.failures = 0;
             self.by_id.insert(id, name.clone());
         }
     }
 
     /// The connection broke; gives back its id, to be let go of.
-    pub(crate) fn down(&mut self, name: &str, reason: Arc<str>, retry_at: Timestamp, failures: u32) -> Option<PeerId> {
+    pub(crate) fn down(&mut self, name: &str, reason: Arc<str>, retry_at: Timestamp) -> Option<PeerId> {
         let p = self.by_name.get_mut(name)?;
-        let old = std::mem::replace(&mut p.link, Link::Down { reason, retry_at, failures });
-        match old {
+        match std::mem::replace(&mut p.link, Link::Down { reason, retry_at }) {
             Link::Ready(id) => {
                 self.by_id.remove(&id);
                 Some(id)
-            }
-            Link::Connecting(token) => {
-                self.by_token.remove(&token);
-                None
             }
             _ => None,
         }

@@ -38,6 +38,8 @@ stats! {
     ops_failed,
     /// Writes that ended Unresolved.
     ops_unresolved,
+    /// Times the transport panicked.
+    transport_panics,
     /// Gauge: writes whose outcome left a side not quiet, and that no proof has settled since.
     ops_retained,
     /// Bytes in writes that ended Done.

@@ -26,6 +26,11 @@ impl<K: Ord + Copy> Timers<K> {
         self.heap.push(Reverse((at, key)));
     }
 
+    /// How many entries there are, stale ones included.
+    pub fn len(&self) -> usize {
+        self.heap.len()
+    }
+
     /// The earliest deadline, perhaps stale.
     pub fn next(&self) -> Option<Timestamp> {
         self.heap.peek().map(|Reverse((t, _))| *t)

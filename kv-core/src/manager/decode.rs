@@ -85,7 +85,6 @@ impl DecodeManager {
             heartbeat: HeartbeatConfig {
                 interval: config.heartbeat_interval,
                 max_failure: config.heartbeat_max_failure,
-                ..HeartbeatConfig::default()
             },
             limits: config.limits.clone(),
             ..DirectoryConfig::decode(DecodeProfile {

@@ -48,7 +48,11 @@ impl LiveRooms {
     pub(super) fn give_back(&self, room: &RoomShared, hold: bool) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(t) = taken.get_mut(&room.room()).filter(|t| t.life == room.life()) {
-            if hold { t.draining = true } else { drop(taken.remove(&room.room())) }
+            if hold {
+                t.draining = true;
+            } else {
+                taken.remove(&room.room());
+            }
         }
     }
 

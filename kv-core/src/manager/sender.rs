@@ -11,7 +11,7 @@ use crate::engine::{PrefillCommand, RoomShared};
 use crate::event::WaitEvent;
 use crate::ids::Room;
 use crate::poll::KvPoll;
-use crate::room::{ChunkSpec, Failure};
+use crate::room::{Failure, SendCursor, SendError};
 
 /// What goes with a chunk besides its pages (requirement A3).
 #[derive(Clone, Default)]
@@ -22,21 +22,14 @@ pub struct SendOptions {
     pub wait_event: Option<Arc<dyn WaitEvent>>,
 }
 
-#[derive(Debug, Default)]
-struct Cursor {
-    total: Option<u32>,
-    aux_index: Option<u32>,
-    sent: u32,
-    last_sent: bool,
-}
-
 /// Prefill's handle of one room. `Send + Sync`; dropping it is [`clear`](Self::clear): in Bootstrapping and
 /// WaitingForInput the room ends Failed and decode is told; with writes in flight they run to their end, and their
 /// memory stays registered until it is proven quiet.
 pub struct KvSender {
     manager: Arc<Inner>,
     shared: Arc<RoomShared>,
-    cursor: Mutex<Cursor>,
+    /// Set by `init()`.
+    cursor: Mutex<Option<SendCursor>>,
     cleared: AtomicBool,
     fake: bool,
 }
@@ -71,11 +64,10 @@ impl KvSender {
     /// [`RoomError::Order`] when called twice.
     pub fn init(&self, num_kv_indices: u32, aux_index: Option<u32>) -> Result<(), RoomError> {
         let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
-        if cursor.total.is_some() {
+        if cursor.is_some() {
             return Err(RoomError::Order { room: self.room(), what: "init() was called twice" });
         }
-        cursor.total = Some(num_kv_indices);
-        cursor.aux_index = aux_index;
+        *cursor = Some(SendCursor::new(num_kv_indices, aux_index));
         Ok(())
     }
 
@@ -95,24 +87,13 @@ impl KvSender {
             return Err(RoomError::NotSupported { room, what: "a state component", backend });
         }
         let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(total) = cursor.total else {
+        let Some(cursor) = cursor.as_mut() else {
             return Err(RoomError::Order { room, what: "send() before init()" });
         };
-        if cursor.last_sent {
-            return Err(RoomError::AfterLast { room });
-        }
-        let too_many = RoomError::TooManyPages { room, pages: kv_indices.len(), sent: cursor.sent, total };
-        let end = u32::try_from(kv_indices.len()).ok().and_then(|n| cursor.sent.checked_add(n));
-        let Some(end) = end.filter(|end| *end <= total) else { return Err(too_many) };
-        let spec = ChunkSpec {
-            pages: kv_indices.into(),
-            index_slice: cursor.sent..end,
-            is_last: end == total,
-            has_wait_event: options.wait_event.is_some(),
-            aux_index: cursor.aux_index,
-        };
-        cursor.sent = end;
-        cursor.last_sent = end == total;
+        let spec = cursor.next(kv_indices).map_err(|e| match e {
+            SendError::AfterLast => RoomError::AfterLast { room },
+            SendError::TooManyPages { pages, sent, total } => RoomError::TooManyPages { room, pages, sent, total },
+        })?;
         // Under the cursor's lock, so that two threads' chunks keep their order.
         self.manager.submit(PrefillCommand::Send(self.shared.clone(), spec, options.wait_event));
         Ok(())

@@ -16,10 +16,12 @@
 //! * events of a cleared room create nothing (B4).
 
 mod chunk;
+mod cursor;
 mod receiver;
 mod sender;
 
 pub use chunk::{Chunk, ChunkSpec, Progress, Ticket};
+pub use cursor::{SendCursor, SendError};
 pub use receiver::{PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom, ReleasePolicy};
 pub use sender::{Destination, FailedStatusPolicy, SenderEffect, SenderEvent, SenderPolicy, SenderRoom};
 

@@ -96,6 +96,8 @@ pub enum ReceiverEffect {
     },
     /// The peers did not take a message, or did not answer in time: drop their connections and fetch anew next time.
     Forget,
+    /// A message that comes too late was ignored.
+    Stale,
     /// A message that breaks the protocol was ignored.
     Violation(&'static str),
 }
@@ -215,9 +217,10 @@ impl ReceiverRoom {
             let waited = now.since(self.published.unwrap_or(now));
             let missing: Vec<_> = self.missing().map(|r| r.to_string()).collect();
             let hint = format!(": no completion from prefill rank {}", missing.join(", "));
-            out.push(ReceiverEffect::Forget);
             let failure = Failure::here(timed_out(self.room, waited, "WaitingForInput", &hint));
             self.fail(now, failure, generation, out);
+            // After the ABORTs, which still use the connections.
+            out.push(ReceiverEffect::Forget);
         } else {
             self.hold = Hold::Released;
             out.push(ReceiverEffect::Released { proven: false });
@@ -264,8 +267,17 @@ impl ReceiverRoom {
                     self.published = Some(now);
                 }
                 if let Some(reason) = error {
-                    out.push(ReceiverEffect::Forget);
                     self.fail(now, Failure::here(reason), generation, out);
+                    // After the ABORTs, which still use the connections.
+                    out.push(ReceiverEffect::Forget);
+                } else if contacted == 0 {
+                    // Without a deadline, since nothing was published: nobody would ever answer.
+                    self.fail(
+                        now,
+                        Failure::here("send_metadata: there is no prefill rank to send to"),
+                        generation,
+                        out,
+                    );
                 }
             }
             ReceiverEvent::Status(status) => self.status(now, status, generation, out),
@@ -324,6 +336,8 @@ impl ReceiverRoom {
     fn abort_ack(&mut self, rank: PrefillRank, of: u64, out: &mut Vec<ReceiverEffect>) {
         match self.hold {
             Hold::Armed { generation, .. } if generation == of => {}
+            // A duplicate, or later than the timeout (F20).
+            Hold::Released => return out.push(ReceiverEffect::Stale),
             _ => return out.push(ReceiverEffect::Violation("ABORT_ACK of another generation")),
         }
         if !self.unacked().any(|r| r == rank) {

@@ -267,8 +267,11 @@ impl SenderRoom {
 
     fn destination(&mut self, now: Timestamp, d: Destination, out: &mut Vec<SenderEffect>) {
         match self.status {
-            // C6: whoever comes late is told.
+            // C6: whoever comes late is told; whoever is known is told when everybody is (B2).
             KvPoll::Failed if !d.is_dummy => {
+                if !self.failed_sent && self.destinations.iter().any(|x| !x.is_dummy && x.endpoint == d.endpoint) {
+                    return;
+                }
                 let reason = self.failure.as_ref().map(|f| f.reason.clone());
                 out.push(SenderEffect::Status(d.endpoint, KvPoll::Failed, reason));
                 return;
@@ -320,7 +323,8 @@ impl SenderRoom {
         self.next_chunk
     }
 
-    /// Start chunks while the one before is done (B2) and its source is ready (A3).
+    /// Start chunks while the one before is done (B2) and its source is ready (A3). A loop, not a recursion: thousands
+    /// of chunks may have nothing to write.
     fn pump(&mut self, now: Timestamp, out: &mut Vec<SenderEffect>) {
         while self.current.is_none()
             && matches!(self.status, KvPoll::WaitingForInput | KvPoll::Transferring)
@@ -342,7 +346,7 @@ impl SenderRoom {
                 self.status = KvPoll::Transferring;
                 out.push(SenderEffect::Changed);
             }
-            self.settle(now, id, out);
+            self.finish_current(now, out);
         }
     }
 
@@ -367,7 +371,12 @@ impl SenderRoom {
         let error = match outcome {
             Outcome::Done => {
                 *p = Progress::Done;
-                return self.settle(now, chunk, out);
+                self.settle(now, chunk, out);
+                // In a failed room it may have been the last one to read the source.
+                if self.releasable() {
+                    changed(out);
+                }
+                return;
             }
             Outcome::Failed { src_quiet: true, dst_quiet: true, error } => {
                 *p = Progress::Quiet;
@@ -385,6 +394,9 @@ impl SenderRoom {
         let to = self.destinations.get(dest).map(|d| d.endpoint.to_string()).unwrap_or_default();
         self.fail(now, Failure::here(format!("Failed to send kv chunk {chunk} to {to}: {error}")), out);
         self.settle(now, chunk, out);
+        if self.releasable() {
+            changed(out);
+        }
     }
 
     fn settlement(
@@ -397,14 +409,12 @@ impl SenderRoom {
     ) {
         let Some(p) = self.progress_mut(chunk, dest) else { return };
         let Progress::Retained { op, src_quiet, dst_quiet } = *p else { return };
-        let (s, d) = match settlement {
-            Settlement::PeerGenerationDead => (true, true),
-            Settlement::Settled { src_quiet: s, dst_quiet: d } => (src_quiet || s, dst_quiet || d),
-        };
-        *p = if s && d { Progress::Quiet } else { Progress::Retained { op, src_quiet: s, dst_quiet: d } };
+        let (s, d) = settlement.quiet();
+        let (src_quiet, dst_quiet) = (src_quiet || s, dst_quiet || d);
+        *p = if src_quiet && dst_quiet { Progress::Quiet } else { Progress::Retained { op, src_quiet, dst_quiet } };
         self.settle(now, chunk, out);
         if self.releasable() {
-            out.push(SenderEffect::Changed);
+            changed(out);
         }
     }
 
@@ -414,22 +424,23 @@ impl SenderRoom {
             if let Some(i) = self.retained.iter().position(|c| c.id == chunk && c.quiet()) {
                 let chunk = self.retained.swap_remove(i);
                 self.discharge(chunk.ticket(), out);
-                out.push(SenderEffect::Changed);
+                changed(out);
             }
             return;
         }
-        if !self.current.as_ref().is_some_and(|c| c.id == chunk && c.all_done()) {
-            return;
-        }
-        let Some(chunk) = self.current.take() else { return };
+        self.finish_current(now, out);
+        self.pump(now, out);
+    }
+
+    /// Conclude the current chunk when every write of it is Done; Success follows the last one.
+    fn finish_current(&mut self, now: Timestamp, out: &mut Vec<SenderEffect>) {
+        let Some(chunk) = self.current.take_if(|c| c.all_done()) else { return };
         self.discharge(chunk.ticket(), out);
         if chunk.spec.is_last {
             self.status = KvPoll::Success;
             self.concluded = Some(now);
             self.tell_all(KvPoll::Success, None, out);
             out.push(SenderEffect::Changed);
-        } else {
-            self.pump(now, out);
         }
     }
 
@@ -480,5 +491,12 @@ impl SenderRoom {
                 out.push(SenderEffect::Status(d.endpoint.clone(), status, reason.clone()));
             }
         }
+    }
+}
+
+/// Say it once, however many parts of one event changed what the handle shows.
+fn changed(out: &mut Vec<SenderEffect>) {
+    if out.last() != Some(&SenderEffect::Changed) {
+        out.push(SenderEffect::Changed);
     }
 }

@@ -1,5 +1,6 @@
 //! Two ends of a transfer, in one process or two.
 #![allow(dead_code)] // every test binary uses its own part
+#![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests, outside `#[test]` functions
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
@@ -240,6 +241,11 @@ pub fn child_main() {
     let Ok(spec) = std::env::var(ENV) else { return };
     let (mode, len) = spec.split_once(' ').unwrap();
     let config = if mode == "tcp" { tcp() } else { direct() };
+    if mode == "unprivileged" {
+        drop_privileges();
+        // SAFETY: plain integers. Changing the user takes this away; files of this process would not be its own.
+        assert_eq!(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1) }, 0);
+    }
     let mut side = Side::new(config, len.parse().unwrap());
     let say = |text: String| {
         let mut out = std::io::stdout().lock();
@@ -269,6 +275,17 @@ pub fn child_main() {
     }
     drop(side);
     std::process::exit(0);
+}
+
+/// Root may read everyone's memory; for a test of the rules, be somebody else. No change for other users.
+pub fn drop_privileges() {
+    // SAFETY: plain integers.
+    unsafe {
+        if libc::geteuid() == 0 {
+            assert_eq!(libc::setgid(65534), 0);
+            assert_eq!(libc::setuid(65534), 0);
+        }
+    }
 }
 
 pub struct Other {

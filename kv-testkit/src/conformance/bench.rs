@@ -88,6 +88,8 @@ pub(super) struct Bench<'a> {
     faults: Vec<String>,
     /// Done while the target's memory was out of sight.
     unverified: Vec<OpId>,
+    /// Proven quiet while the target's memory was out of reach.
+    unpainted: Vec<OpId>,
 }
 
 pub(super) type Res<T = ()> = Result<T, String>;
@@ -117,6 +119,7 @@ impl<'a> Bench<'a> {
             sources: Vec::new(),
             faults: Vec::new(),
             unverified: Vec::new(),
+            unpainted: Vec::new(),
         })
     }
 
@@ -384,6 +387,7 @@ impl<'a> Bench<'a> {
     /// The destination of `id` is quiet: nobody may write it from now on.
     fn paint_canary(&mut self, id: OpId) -> Res {
         if !self.reachable() {
+            self.unpainted.push(id);
             return Ok(());
         }
         let pieces = std::mem::take(&mut self.sent.get_mut(&id).ok_or("gone")?.pieces);
@@ -395,10 +399,18 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// The target's memory can be seen again: verify what was Done meanwhile.
-    pub(super) fn resumed(&mut self) -> Res {
+    /// Stop the target, if that can be done; whether it was.
+    pub(super) fn pause(&mut self) -> bool {
+        self.stopped = self.target.pause().is_ok();
+        self.stopped
+    }
+
+    /// Let the target go on. Its memory can be seen again: at once paint what was called quiet meanwhile, and verify what
+    /// was called Done.
+    pub(super) fn resume(&mut self) -> Res {
         self.target.resume();
         self.stopped = false;
+        std::mem::take(&mut self.unpainted).into_iter().try_for_each(|id| self.paint_canary(id))?;
         std::mem::take(&mut self.unverified).into_iter().try_for_each(|id| self.verify_done(id))
     }
 
@@ -469,9 +481,21 @@ impl<'a> Bench<'a> {
         self.sent.get(&id).is_some_and(Sent::is_quiet)
     }
 
+    /// Whether the op's outcome left a side not quiet.
+    pub(super) fn left_open(&self, id: OpId) -> bool {
+        let open = |o: &Outcome| match o {
+            Outcome::Done => false,
+            Outcome::Failed { src_quiet, dst_quiet, .. } => !(*src_quiet && *dst_quiet),
+            Outcome::Unresolved { .. } => true,
+        };
+        self.seen(id).is_some_and(open)
+    }
+
     /// Forget the target's blocks: it is another process from here on.
     pub(super) fn new_target(&mut self, target: Box<dyn Target>) -> Box<dyn Target> {
         self.images.clear();
+        self.unverified.clear();
+        self.unpainted.clear();
         for sent in self.sent.values_mut() {
             sent.pieces.clear();
         }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::ids::PeerId;
 use kv_core::memory::{MemoryKind, MemoryOwner, RegisteredRegion};
 use kv_core::net::Endpoint;
 use kv_core::transport::{PeerDescriptor, Transport};
@@ -88,6 +89,13 @@ pub trait Harness {
         Err(Absent("this harness cannot start a successor at the same endpoint"))
     }
 
+    /// Break every connection between the source made last and `target`, which it knows as `peer`, harming neither process.
+    /// By default the target does it.
+    fn cut(&mut self, peer: PeerId, target: &mut dyn Target) -> Result<(), Absent> {
+        let _ = peer;
+        target.cut()
+    }
+
     /// Source memory. Override for device memory.
     fn memory(&mut self, len: usize) -> Arc<dyn SourceMemory> {
         TestMemory::new(len)
@@ -117,6 +125,12 @@ pub trait Harness {
     /// Bytes of the trial with large ops, which the suite cuts to `max_op_bytes`.
     fn large(&self) -> usize {
         8 << 20
+    }
+
+    /// Bytes of one op in the trials where peers go while writes are in flight: large enough that some still are, where the
+    /// target cannot be stopped first.
+    fn piece(&self) -> usize {
+        32 << 10
     }
 
     /// How many peer blobs with one flipped bit to try. None by default: a flipped bit in an address makes a real backend call

@@ -135,7 +135,7 @@ impl Lane for FakeLane {
             Verdict::AfterPolls(n) => Auto::Done(n.max(1)),
             Verdict::Hold | Verdict::Fail { .. } | Verdict::Unresolve => Auto::Off,
         };
-        if node.flaw == Some(Flaw::LeaksFiles) {
+        if node.flaw == Some(Flaw::LeaksFiles) && id.0.is_multiple_of(32) {
             node.leaked.extend(File::open("/dev/null"));
         }
         inner.accept(&self.name, op, info, auto);

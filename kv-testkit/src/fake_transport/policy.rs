@@ -133,7 +133,7 @@ pub enum Flaw {
     KeepsUnregistered,
     /// Leaves every lane's peers connected after `disconnect`, and cannot connect again.
     NeverReconnects,
-    /// Opens a file for every op and keeps it.
+    /// Opens a file for every 32nd op and keeps it.
     LeaksFiles,
 }
 

@@ -17,7 +17,8 @@ impl PrefillShard {
     }
 
     pub(super) fn registration(&mut self, now: Timestamp, r: Box<Registration>, control: &mut dyn ControlPlane) {
-        let name: Arc<str> = r.name.as_str().into();
+        let Some(name) = self.hooks.peer_name(&r) else { return self.stats.protocol_violations.inc() };
+        let name: Arc<str> = name.into();
         let mut posts = VecDeque::new();
         if let Some(known) = self.peers.get(&name) {
             let same = *known.registration == *r;
@@ -53,8 +54,11 @@ impl PrefillShard {
                 (None, Some(reason))
             }
         };
+        if refused.is_some() {
+            posts.clear();
+        }
         let link = Link::Refused(refused.clone().unwrap_or_default());
-        self.peers.insert(name.clone(), Peer { registration: r, pairing, link, posts, last_used: now });
+        self.peers.insert(name.clone(), Peer { registration: r, pairing, link, posts, failures: 0, last_used: now });
         match refused {
             None => {
                 self.stats.peers_registered.inc();
@@ -68,7 +72,7 @@ impl PrefillShard {
         let Some(peer) = self.peers.get(name) else { return };
         let r = &peer.registration;
         let descriptor =
-            PeerDescriptor { name: r.name.clone(), metadata: r.metadata.clone(), endpoint: r.endpoint.clone() };
+            PeerDescriptor { name: name.to_string(), metadata: r.metadata.clone(), endpoint: r.endpoint.clone() };
         let token = self.peers.connecting(name);
         self.connector.connect(token, descriptor);
     }
@@ -80,12 +84,16 @@ impl PrefillShard {
     }
 
     pub(super) fn connected(&mut self, now: Timestamp, c: Connected, control: &mut dyn ControlPlane) {
-        let Some(name) = self.peers.connected(c.token) else {
-            // The peer has moved on meanwhile.
-            if let Ok(id) = c.result {
-                self.connector.disconnect(id);
+        let name = match self.peers.connected(c.token) {
+            Ok(name) => name,
+            Err(name) => {
+                if let Ok(id) = c.result
+                    && !self.peers.wants(name.as_deref(), id)
+                {
+                    self.connector.disconnect(id);
+                }
+                return;
             }
-            return;
         };
         match c.result {
             Ok(id) => {
@@ -100,16 +108,15 @@ impl PrefillShard {
     /// needs it (F51).
     pub(super) fn peer_lost(&mut self, now: Timestamp, name: &Arc<str>, reason: &str, control: &mut dyn ControlPlane) {
         let Some(peer) = self.peers.get_mut(name) else { return };
-        let failures = match &peer.link {
-            Link::Down { failures, .. } => *failures,
-            Link::Refused(_) => return,
-            Link::Connecting(_) => 1,
-            Link::Ready(_) => 0,
-        };
+        // The transport and the control plane may both see it go.
+        if matches!(peer.link, Link::Down { .. } | Link::Refused(_)) {
+            return;
+        }
         peer.posts.clear();
         self.stats.peers_lost.inc();
-        let wait = RECONNECT_MIN.saturating_mul(1 << failures.min(6)).min(RECONNECT_MAX);
-        if let Some(id) = self.peers.down(name, reason.into(), now + wait, failures + 1) {
+        let wait = RECONNECT_MIN.saturating_mul(1 << peer.failures.min(6)).min(RECONNECT_MAX);
+        peer.failures = peer.failures.saturating_add(1);
+        if let Some(id) = self.peers.down(name, reason.into(), now + wait) {
             self.connector.disconnect(id);
         }
         self.fail_rooms_of(now, name, reason, control);
@@ -135,10 +142,7 @@ impl PrefillShard {
 
     pub(super) fn metadata(&mut self, now: Timestamp, m: Metadata, control: &mut dyn ControlPlane) {
         let Some(room) = Room::new(m.room) else { return self.stats.protocol_violations.inc() };
-        let refused = match self.usable(now, &m.name) {
-            Ok(()) => None,
-            Err(reason) => Some(reason),
-        };
+        let refused = self.usable(now, &m.name).err();
         let destination = Destination {
             name: m.name.as_str().into(),
             endpoint: m.endpoint,
@@ -164,6 +168,10 @@ impl PrefillShard {
             let deadline = now + self.config.early_timeout;
             self.early.insert(room, Early { destinations: Vec::new(), failed: None, deadline });
             self.early_order.push_back((deadline, room));
+            // Most rooms find their sender long before the deadline: their entries must not pile up until then.
+            if self.early_order.len() > 1024 && self.early_order.len() > 4 * self.early.len() {
+                self.early_order.retain(|(t, room)| self.early.get(room).is_some_and(|e| e.deadline == *t));
+            }
         }
         let Some(early) = self.early.get_mut(&room) else { return };
         let reason = match (&early.failed, refused) {
@@ -197,7 +205,7 @@ impl PrefillShard {
         match &peer.link {
             Link::Ready(_) | Link::Connecting(_) => Ok(()),
             Link::Refused(reason) => Err(reason.clone()),
-            Link::Down { reason, retry_at, .. } if *retry_at > now => {
+            Link::Down { reason, retry_at } if *retry_at > now => {
                 let secs = retry_at.since(now).as_secs_f64();
                 Err(format!("decode {} is lost ({reason}); tried again in {secs:.1}s", peer.registration.endpoint)
                     .into())
@@ -219,8 +227,11 @@ impl PrefillShard {
             }
             self.drive(now, key, SenderEvent::AbortedByDecode, control);
         } else if let Some(early) = self.early.get_mut(&room) {
-            early.destinations.clear();
-            early.failed = Some(ABORTED_BY_DECODE_REASON.into());
+            // The first reason stays, and every decode rank that is known is told, as with a sender.
+            let reason = early.failed.get_or_insert_with(|| ABORTED_BY_DECODE_REASON.into()).clone();
+            for d in std::mem::take(&mut early.destinations).iter().filter(|d| !d.is_dummy) {
+                self.status(now, room, &d.endpoint, KvPoll::Failed, Some(reason.clone()), control);
+            }
         } else {
             self.stats.messages_stale.inc();
         }

@@ -30,7 +30,7 @@ use crate::poll::KvPoll;
 use crate::room::{ChunkSpec, Destination, Failure, SenderEffect, SenderEvent, SenderPolicy, SenderRoom};
 use crate::time::Timestamp;
 use crate::transport::{
-    Lane, LaneEvent, Outcome, PeerDescriptor, SubmitError, TransportError, TransportErrorKind, WriteOp,
+    Lane, LaneEvent, Outcome, PeerDescriptor, Settlement, SubmitError, TransportError, TransportErrorKind, WriteOp,
 };
 use crate::wire::{Abort, AbortAck, KvStatus, Metadata, Registration, ToPrefill};
 
@@ -75,6 +75,27 @@ pub struct PrefillShardConfig {
     pub commands: Arc<dyn Fn(PrefillCommand) + Send + Sync>,
 }
 
+/// What a prefill shard holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefillHeld {
+    /// Rooms: live, and cleared but not drained.
+    pub rooms: usize,
+    /// Room numbers that messages find.
+    pub named: usize,
+    /// Room numbers with a cleared life that may still write.
+    pub undrained: usize,
+    /// Writes in flight or retained.
+    pub ops: usize,
+    /// Writes that wait for their peer.
+    pub posts: usize,
+    /// Rooms whose metadata came before their sender.
+    pub early: usize,
+    /// Rooms whose ABORT_ACKs wait for the drain.
+    pub pending_acks: usize,
+    /// Registered peers.
+    pub peers: usize,
+}
+
 struct Entry {
     room: SenderRoom,
     shared: Arc<RoomShared>,
@@ -87,8 +108,8 @@ struct OpRef {
     chunk: u32,
     dest: usize,
     bytes: u64,
-    /// Its outcome came, and left a side not quiet.
-    retained: bool,
+    /// Its outcome came, and left a side not quiet: whether (source, destination) are proven quiet since.
+    retained: Option<(bool, bool)>,
 }
 
 struct Early {
@@ -126,11 +147,14 @@ pub struct PrefillShard {
     inbox: Vec<ControlEvent>,
     news: Vec<LaneEvent>,
     malformed: MalformedLog,
+    held_back: u32,
     stats: Arc<Stats>,
 }
 
 /// Messages handled in one step.
 const MAX_INBOX: usize = 256;
+/// Deadlines wait at most so many steps for messages that have arrived.
+const MAX_HELD_BACK: u32 = 64;
 /// A lost peer is connected to again at most this often, doubling up to [`RECONNECT_MAX`].
 const RECONNECT_MIN: Duration = Duration::from_secs(1);
 const RECONNECT_MAX: Duration = Duration::from_secs(60);
@@ -175,6 +199,7 @@ impl PrefillShard {
             inbox: Vec::new(),
             news: Vec::new(),
             malformed: MalformedLog::default(),
+            held_back: 0,
             stats,
         }
     }
@@ -189,9 +214,23 @@ impl PrefillShard {
         &self.stats
     }
 
-    /// Rooms held (live, and cleared but not drained), writes in flight or retained, early rooms, peers.
-    pub fn held(&self) -> (usize, usize, usize, usize) {
-        (self.rooms.len(), self.ops.len(), self.early.len(), self.peers.by_name.len())
+    /// What it holds now. Everything but the peers returns to zero when the rooms have ended.
+    pub fn held(&self) -> PrefillHeld {
+        PrefillHeld {
+            rooms: self.rooms.len(),
+            named: self.by_room.len(),
+            undrained: self.undrained.len(),
+            ops: self.ops.len(),
+            posts: self.peers.by_name.values().map(|p| p.posts.len()).sum(),
+            early: self.early.len(),
+            pending_acks: self.pending_acks.len(),
+            peers: self.peers.by_name.len(),
+        }
+    }
+
+    /// Deadlines it remembers, stale ones included. Bounded by the rooms it holds, but for a fixed number.
+    pub fn pending_deadlines(&self) -> usize {
+        self.timers.len() + self.early_order.len() + self.tombstone_order.len()
     }
 
     /// Handle everything that is there.
@@ -221,7 +260,13 @@ impl PrefillShard {
         }
         self.completions(now, control);
         let tick = control.tick(now);
-        self.timeouts(now, control);
+        // What has arrived wins over a deadline, also when it does not fit into one step (D5).
+        if again && self.held_back < MAX_HELD_BACK {
+            self.held_back += 1;
+        } else {
+            self.held_back = 0;
+            self.timeouts(now, control);
+        }
         self.post_ready(now, control);
         let mut at = self.poll_timeout().into_iter().chain(tick).min();
         if !self.ready_peers.is_empty() {
@@ -245,7 +290,9 @@ impl PrefillShard {
             PrefillCommand::Send(shared, spec, event) => return self.send(now, &shared, spec, event, control),
             PrefillCommand::SourceReady(shared, chunk, r) => (shared, SenderEvent::SourceReady(chunk, r)),
             PrefillCommand::Abort(shared) => {
-                self.stats.rooms_aborted.inc();
+                if !shared.poll().is_terminal() {
+                    self.stats.rooms_aborted.inc();
+                }
                 (shared, SenderEvent::Abort)
             }
             PrefillCommand::Fail(shared, failure) => (shared, SenderEvent::Fail(failure)),
@@ -264,6 +311,11 @@ impl PrefillShard {
 
     fn create(&mut self, now: Timestamp, shared: Arc<RoomShared>, control: &mut dyn ControlPlane) {
         let room = shared.room();
+        if self.by_room.contains_key(&room) {
+            // The manager refuses this; whoever drives the shard must not harm the first one (F40).
+            let failure = Failure::here(format!("room {room} is in use: its sender was not cleared"));
+            return shared.publish(KvPoll::Failed, true, Some(&failure), None);
+        }
         let machine = SenderRoom::new(room, now, self.config.policy.clone());
         let key = self.rooms.insert(Entry { room: machine, shared, armed: None, reported: false });
         self.by_room.insert(room, key);
@@ -285,10 +337,11 @@ impl PrefillShard {
         &mut self,
         now: Timestamp,
         shared: &Arc<RoomShared>,
-        spec: ChunkSpec,
+        mut spec: ChunkSpec,
         event: Option<Arc<dyn WaitEvent>>,
         control: &mut dyn ControlPlane,
     ) {
+        spec.has_wait_event = event.is_some();
         let Some(key) = self.find(shared) else { return };
         let Some(entry) = self.rooms.get(key) else { return };
         let chunk = entry.room.next_chunk();
@@ -306,5 +359,8 @@ impl PrefillShard {
         // Registered before the event, so that an ACK that becomes due waits for this life too.
         self.undrained.entry(shared.room()).or_default().push(key);
         self.drive(now, key, SenderEvent::Clear, control);
+        if let Some(f) = shared.failure() {
+            self.bury(now, shared.room(), f.reason.clone());
+        }
     }
 }

@@ -2,6 +2,14 @@
 
 use super::*;
 
+/// Why a write was not posted.
+pub(super) enum PostError {
+    /// The lane takes no more now.
+    Busy,
+    /// The connection is gone; the event is the room's, the text the peer's.
+    PeerLost(SenderEvent, String),
+}
+
 impl PrefillShard {
     pub(super) fn queue_post(&mut self, post: Post<RoomKey>) {
         let Some(e) = self.rooms.get(post.key) else { return };
@@ -47,7 +55,11 @@ impl PrefillShard {
                         self.drive(now, post.key, event, control);
                     }
                 }
-                Err(()) => {
+                Err(PostError::PeerLost(event, reason)) => {
+                    self.drive(now, post.key, event, control);
+                    self.peer_lost(now, &name, &reason, control);
+                }
+                Err(PostError::Busy) => {
                     if let Some(peer) = self.peers.get_mut(&name) {
                         peer.posts.push_front(post);
                     }
@@ -59,12 +71,13 @@ impl PrefillShard {
     }
 
     /// Plan and submit. `Err`: the lane is busy.
+    #[allow(clippy::result_large_err)] // the lane hands the op back whole
     pub(super) fn try_post(
         &mut self,
         post: Post<RoomKey>,
         peer: crate::ids::PeerId,
         pairing: &Arc<Pairing>,
-    ) -> Result<Option<SenderEvent>, ()> {
+    ) -> Result<Option<SenderEvent>, PostError> {
         let Post { key, chunk, dest } = post;
         let Some(e) = self.rooms.get(key) else { return Ok(None) };
         if !e.room.wants_post(chunk, dest) {
@@ -83,24 +96,30 @@ impl PrefillShard {
         let bytes = plan.total_bytes();
         let op = WriteOp { id, peer, plan, regions: self.layout.regions().clone() };
         // A backend that panics costs this room, not the worker (F62). What it posted before is not known.
+        #[allow(clippy::result_large_err)] // the op comes back whole, so that nothing is lost
         let posted = catch_unwind(AssertUnwindSafe(|| self.lane.submit(op)));
         match posted {
-            Ok(Err(SubmitError::Busy(_))) => return Err(()),
+            Ok(Err(SubmitError::Busy(_))) => return Err(PostError::Busy),
             Ok(Err(SubmitError::Rejected(_, error))) => {
-                return Ok(Some(SenderEvent::Rejected(chunk, dest, error.to_string())));
+                let event = SenderEvent::Rejected(chunk, dest, error.to_string());
+                return match error.kind {
+                    TransportErrorKind::PeerLost => Err(PostError::PeerLost(event, error.message)),
+                    _ => Ok(Some(event)),
+                };
             }
             Ok(Ok(())) => {}
             Err(_) => {
                 let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
                 self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
-                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: true });
+                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: Some((false, false)) });
+                self.stats.transport_panics.inc();
                 self.stats.ops_unresolved.inc();
                 self.stats.ops_retained.inc();
                 return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
             }
         }
         self.stats.ops_posted.inc();
-        self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: false });
+        self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
         Ok(Some(SenderEvent::Posted(chunk, dest, id)))
     }
 }

@@ -5,18 +5,14 @@ use super::*;
 impl PrefillShard {
     pub(super) fn completions(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
         let mut news = std::mem::take(&mut self.news);
-        self.lane.poll(&mut news);
+        // What it reported before a panic counts; the shard and its deadlines go on (F62).
+        if catch_unwind(AssertUnwindSafe(|| self.lane.poll(&mut news))).is_err() {
+            self.stats.transport_panics.inc();
+        }
         for event in news.drain(..) {
             match event {
                 LaneEvent::Outcome(op, outcome) => self.outcome(now, op, outcome, control),
-                LaneEvent::Settlement(op, settlement) => {
-                    let Some(r) = self.ops.remove(&op) else { continue };
-                    if r.retained {
-                        self.stats.ops_retained.set(self.stats.ops_retained.get().saturating_sub(1));
-                    }
-                    let event = SenderEvent::Settlement(r.chunk, r.dest, settlement);
-                    self.drive(now, r.key, event, control);
-                }
+                LaneEvent::Settlement(op, settlement) => self.settlement(now, op, settlement, control),
                 LaneEvent::PeerLost(id, error) => {
                     if let Some(name) = self.peers.of(id) {
                         self.peer_lost(now, &name, &error.to_string(), control);
@@ -29,29 +25,43 @@ impl PrefillShard {
 
     pub(super) fn outcome(&mut self, now: Timestamp, op: OpId, outcome: Outcome, control: &mut dyn ControlPlane) {
         let Some(r) = self.ops.get_mut(&op) else { return };
+        if r.retained.is_some() {
+            // Given up when the transport panicked over it; what it says now is proof.
+            let (src_quiet, dst_quiet) = outcome.quiet();
+            return self.settlement(now, op, Settlement::Settled { src_quiet, dst_quiet }, control);
+        }
         let (key, chunk, dest) = (r.key, r.chunk, r.dest);
-        let quiet = match &outcome {
+        match &outcome {
             Outcome::Done => {
                 self.stats.ops_done.inc();
                 self.stats.bytes_done.add(r.bytes);
-                true
             }
-            Outcome::Failed { src_quiet, dst_quiet, .. } => {
-                self.stats.ops_failed.inc();
-                *src_quiet && *dst_quiet
+            Outcome::Failed { .. } => self.stats.ops_failed.inc(),
+            Outcome::Unresolved { .. } => self.stats.ops_unresolved.inc(),
+        }
+        match outcome.quiet() {
+            (true, true) => drop(self.ops.remove(&op)),
+            quiet => {
+                r.retained = Some(quiet);
+                self.stats.ops_retained.inc();
             }
-            Outcome::Unresolved { .. } => {
-                self.stats.ops_unresolved.inc();
-                false
-            }
-        };
-        if quiet {
-            self.ops.remove(&op);
-        } else {
-            r.retained = true;
-            self.stats.ops_retained.inc();
         }
         self.drive(now, key, SenderEvent::Outcome(chunk, dest, outcome), control);
+    }
+
+    /// Proof may come side by side; an op is let go of when both sides are quiet.
+    fn settlement(&mut self, now: Timestamp, op: OpId, settlement: Settlement, control: &mut dyn ControlPlane) {
+        let Some(r) = self.ops.get_mut(&op) else { return };
+        let Some((src, dst)) = &mut r.retained else { return };
+        let (s, d) = settlement.quiet();
+        *src |= s;
+        *dst |= d;
+        let (key, chunk, dest, quiet) = (r.key, r.chunk, r.dest, *src && *dst);
+        if quiet {
+            self.ops.remove(&op);
+            self.stats.ops_retained.set(self.stats.ops_retained.get().saturating_sub(1));
+        }
+        self.drive(now, key, SenderEvent::Settlement(chunk, dest, settlement), control);
     }
 
     /// Feed a room one event, and carry out everything that follows from it.
@@ -63,7 +73,7 @@ impl PrefillShard {
             entry.room.handle_event(now, event, &mut effects);
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
-            self.after(now, key);
+            self.after(key);
         }
     }
 
@@ -109,7 +119,7 @@ impl PrefillShard {
     }
 
     /// Deadlines and the end of a room.
-    pub(super) fn after(&mut self, now: Timestamp, key: RoomKey) {
+    pub(super) fn after(&mut self, key: RoomKey) {
         let Some(e) = self.rooms.get(key) else { return };
         if !e.room.finished() {
             return self.rearm(key);
@@ -121,9 +131,6 @@ impl PrefillShard {
             if keys.is_empty() {
                 self.undrained.remove(&room);
             }
-        }
-        if let (Some(f), false) = (e.room.failure(), self.by_room.contains_key(&room)) {
-            self.bury(now, room, f.reason.clone());
         }
         self.stats.rooms_live.set(self.rooms.len() as u64);
         (self.config.freed)(&e.shared);
@@ -165,7 +172,7 @@ impl PrefillShard {
             }
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
-            self.after(now, key);
+            self.after(key);
         }
         self.outgoing.handle_timeout(now, control, &self.stats);
         while self.early_order.front().is_some_and(|(t, _)| *t <= now) {

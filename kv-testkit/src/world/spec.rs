@@ -1,0 +1,159 @@
+//! What a world is made of.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kv_core::hooks::{ManagerHooks, TcpHooks};
+use kv_core::layout::{AttentionKind, EntryDesc, LayoutSpec};
+use kv_core::limits::Limits;
+use kv_core::memory::RegisteredRegion;
+use kv_core::net::Endpoint;
+use kv_core::room::{FailedStatusPolicy, ReleasePolicy};
+
+use crate::directory::Shape;
+
+/// Layers of one pipeline stage.
+pub const LAYERS: u32 = 2;
+/// Rows of the aux entry, and the bytes of one.
+pub const AUX_ROWS: usize = 8;
+/// See [`AUX_ROWS`].
+pub const AUX_LEN: usize = 48;
+
+/// Sizes, times and policies of a world. The defaults: one prefill rank, one decode rank, both ours, SGLang's times.
+#[derive(Clone)]
+pub struct WorldSpec {
+    /// The prefill side, and what decode is told of it; `decode_rank` is set for each decode rank.
+    pub shape: Shape,
+    /// How many decode ranks exist (ranks 0.. of `shape.decode_tp`).
+    pub decodes: u32,
+    /// Pages of each KV entry.
+    pub pages: usize,
+    /// Bytes of one page.
+    pub page_len: usize,
+    /// Bounds of every shard.
+    pub limits: Limits,
+    /// Backends' part.
+    pub hooks: Arc<dyn ManagerHooks>,
+    /// Prefill: when decode is told of a failure.
+    pub failed_status: FailedStatusPolicy,
+    /// Decode: when pages of a failed room are free.
+    pub release: ReleasePolicy,
+    /// Prefill.
+    pub bootstrap_timeout: Duration,
+    /// Decode.
+    pub waiting_timeout: Duration,
+    /// Prefill: metadata without a sender.
+    pub early_timeout: Duration,
+    /// Prefill: failed and cleared rooms.
+    pub tombstone_timeout: Duration,
+    /// Changes decode's layout: a peer that does not fit.
+    pub tune_decode: fn(&mut LayoutSpec),
+    /// For the network.
+    pub seed: u64,
+}
+
+impl Default for WorldSpec {
+    fn default() -> Self {
+        Self {
+            shape: Shape::default(),
+            decodes: 1,
+            pages: 16,
+            page_len: 64,
+            limits: Limits::default(),
+            hooks: Arc::new(TcpHooks::new()),
+            failed_status: FailedStatusPolicy::AtOnce,
+            release: ReleasePolicy::AckOrTimeout(Duration::from_secs(30)),
+            bootstrap_timeout: Duration::from_secs(300),
+            waiting_timeout: Duration::from_secs(300),
+            early_timeout: Duration::from_secs(300),
+            tombstone_timeout: Duration::from_secs(600),
+            tune_decode: |_| {},
+            seed: 1,
+        }
+    }
+}
+
+impl WorldSpec {
+    /// A world of this shape with `decodes` decode ranks.
+    pub fn of(shape: Shape, decodes: u32) -> Self {
+        Self { shape, decodes, ..Self::default() }
+    }
+
+    /// KV entries of one prefill rank.
+    pub(super) fn prefill_entries(&self) -> u32 {
+        if self.shape.mla { LAYERS } else { 2 * LAYERS }
+    }
+
+    /// KV entries of one decode rank: every stage's.
+    pub(super) fn decode_entries(&self) -> u32 {
+        self.prefill_entries() * self.decode_stages()
+    }
+
+    fn decode_stages(&self) -> u32 {
+        if self.shape.decode_pp == 1 { self.shape.prefill_pp } else { 1 }
+    }
+
+    /// Where entry `entry` of a prefill rank of stage `pp` goes: MHA all K, then all V; MLA one a layer.
+    pub(super) fn decode_entry(&self, pp: u32, entry: u32) -> u32 {
+        let stages = self.decode_stages();
+        let first = if stages == 1 { 0 } else { pp * LAYERS };
+        let (kv, layer) = (entry / LAYERS, entry % LAYERS);
+        kv * stages * LAYERS + first + layer
+    }
+
+    fn layout(&self, entries: u32, kv: &RegisteredRegion, aux: &RegisteredRegion) -> LayoutSpec {
+        let len = (self.pages * self.page_len) as u64;
+        let entry = |i: u32| EntryDesc {
+            region: kv.id(),
+            offset: u64::from(i) * len,
+            len,
+            item_len: self.page_len as u64,
+            layer_id: None,
+        };
+        LayoutSpec {
+            kv: (0..entries).map(entry).collect(),
+            aux: vec![EntryDesc {
+                region: aux.id(),
+                offset: 0,
+                len: (AUX_ROWS * AUX_LEN) as u64,
+                item_len: AUX_LEN as u64,
+                layer_id: None,
+            }],
+            kv_cache_dtype: "bfloat16".into(),
+            attention: if self.shape.mla { AttentionKind::Mla } else { AttentionKind::Mha },
+            ..LayoutSpec::default()
+        }
+    }
+
+    pub(super) fn prefill_layout(
+        &self,
+        (tp, pp): (u32, u32),
+        kv: &RegisteredRegion,
+        aux: &RegisteredRegion,
+    ) -> LayoutSpec {
+        // Where both sides have stages, each pair of stages stands for itself.
+        let stages = self.decode_stages();
+        LayoutSpec {
+            attn_tp_size: self.shape.prefill_tp,
+            engine_rank: tp,
+            pp_size: stages,
+            pp_rank: if stages == 1 { 0 } else { pp },
+            prefill_start_layer: if stages == 1 { 0 } else { pp * LAYERS },
+            ..self.layout(self.prefill_entries(), kv, aux)
+        }
+    }
+
+    pub(super) fn decode_layout(&self, rank: u32, kv: &RegisteredRegion, aux: &RegisteredRegion) -> LayoutSpec {
+        let mut spec = LayoutSpec {
+            attn_tp_size: self.shape.decode_tp,
+            engine_rank: rank,
+            ..self.layout(self.decode_entries(), kv, aux)
+        };
+        (self.tune_decode)(&mut spec);
+        spec
+    }
+
+    pub(super) fn decode_endpoint(&self, rank: u32) -> Endpoint {
+        Endpoint::new("10.0.1.1", 7000 + rank as u16)
+    }
+}
