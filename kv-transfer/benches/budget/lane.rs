@@ -95,11 +95,10 @@ impl Bare {
                 return Err("the lane has no news".into());
             }
             self.lane.poll(&mut news);
-            for event in news.drain(..) {
-                match event {
-                    LaneEvent::Outcome(done, Outcome::Done) if done == id => return Ok(now_ns() - start),
-                    other => return Err(format!("{other:?}").into()),
-                }
+            match news.first() {
+                None => {}
+                Some(LaneEvent::Outcome(done, Outcome::Done)) if *done == id => return Ok(now_ns() - start),
+                Some(other) => return Err(format!("{other:?}").into()),
             }
         }
     }
