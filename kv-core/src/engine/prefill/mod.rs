@@ -24,6 +24,7 @@ use crate::hooks::ManagerHooks;
 use crate::ids::{OpId, PrefillRank, Room};
 use crate::layout::{LocalLayout, Pairing, PeerLayout};
 use crate::limits::Limits;
+use crate::mutants::mutant;
 use crate::net::Endpoint;
 use crate::plan::{Planner, WritePlan, dst_slice};
 use crate::poll::KvPoll;
@@ -333,6 +334,9 @@ impl PrefillShard {
         let key = self.rooms.insert(Entry { room: machine, shared, armed: None, reported: false });
         self.by_room.insert(room, key);
         self.tombstones.remove(&room);
+        if mutant!(ReuseResetsOutstanding) {
+            self.undrained.remove(&room);
+        }
         self.stats.rooms_created.inc();
         self.stats.rooms_live.set(self.rooms.len() as u64);
         self.rearm(key);
@@ -370,7 +374,12 @@ impl PrefillShard {
         let Some(key) = self.find(shared) else { return };
         self.by_room.remove(&shared.room());
         // Registered before the event, so that an ACK that becomes due waits for this life too.
-        self.undrained.entry(shared.room()).or_default().push(key);
+        if !mutant!(AckIgnoresClearedLives) {
+            self.undrained.entry(shared.room()).or_default().push(key);
+        }
+        if mutant!(ForgetAckTargetsAtClear) {
+            self.pending_acks.remove(&shared.room());
+        }
         self.drive(now, key, SenderEvent::Clear, control);
         if let Some(f) = shared.failure() {
             self.bury(now, shared.room(), f.reason.clone());
