@@ -51,6 +51,8 @@ pub(super) struct Episode {
     /// An old generation's writes are not proven quiet by the new one's connect.
     pub(super) leave_superseded: bool,
     pub(super) proof: bool,
+    /// Decode is told of a failure at once, or when its writes have settled.
+    pub(super) at_once: bool,
     /// Room numbers are used again as soon as both sides are done with them.
     pub(super) reuse: bool,
 }
@@ -133,6 +135,7 @@ impl Episode {
             skew: rng.chance(0.5),
             leave_superseded: rng.chance(0.5),
             proof,
+            at_once,
             reuse,
         }
     }

@@ -46,13 +46,16 @@ impl Sim {
         self.net.set_faults(Faults { delay: self.episode.latency.clone(), ..Faults::default() });
         let to_decode = |f: &Flight| f.to.host() == "10.0.1.1";
         let (rates, mut rng, trace, limits) = (self.rates.clone(), self.rng.fork(), self.trace.clone(), self.limits.clone());
-        let hooks = self.episode.prefills[0].hooks.clone();
+        let (hooks, told) = (self.episode.prefills[0].hooks.clone(), self.told.clone());
         self.net.rule(Action::Drop, move |f| {
             let text = super::print::message(hooks.dialect(), &f.frames, &limits, to_decode(f));
             // A registration is lost with its connection only: decode hears of that, and registers again.
             let lost = rng.chance(rates.get().loss) && !text.starts_with("registration");
             let from = f.from.as_ref().map_or_else(|| "stranger".into(), Endpoint::to_string);
             trace.message();
+            if let Some(from) = f.from.as_ref().filter(|_| to_decode(f)) {
+                told.add(hooks.dialect(), from, &f.to, &f.frames, &limits);
+            }
             trace.line(format_args!("{from} -> {}  {text}{}", f.to, if lost { "  LOST" } else { "" }));
             lost
         });
@@ -152,20 +155,23 @@ impl Sim {
         }
     }
 
-    /// Frames that nobody of ours sends.
+    /// Frames that nobody of ours sends, about rooms that are live.
     fn stranger(&mut self, pe: &Endpoint, de: &Endpoint) {
-        let to = if self.rng.chance(0.5) { pe } else { de };
-        let room = self.next_room.saturating_sub(self.rng.below(20)).to_string();
-        let frames: Vec<Vec<u8>> = match self.rng.below(4) {
-            // An ABORT without a generation is no proof of anything to anybody, but kills a room: not sent.
-            0 => vec![b"KV_STATUS".to_vec(), room.into_bytes(), b"4".to_vec(), b"77".to_vec()],
-            1 => vec![b"ABORT_ACK".to_vec(), room.into_bytes(), b"77".to_vec(), b"3".to_vec()],
-            _ => (0..self.rng.below(12))
-                .map(|_| {
+        let lives: Vec<u64> = self.lives.values().map(|l| l.room).collect();
+        let room = self.rng.pick(&lives).copied().unwrap_or(1).to_string();
+        let frames = |all: [&str; 4]| all.map(|f| f.as_bytes().to_vec()).to_vec();
+        let (to, frames) = match self.rng.below(4) {
+            // (An ABORT without a generation proves nothing to anybody; but it ends a room, so none is sent.)
+            0 | 1 => (de, frames(["KV_STATUS", &room, "4", "77"])),
+            2 => (de, frames(["ABORT_ACK", &room, "77", "3"])),
+            _ => {
+                let mut junk = Vec::new();
+                for _ in 0..self.rng.below(12) {
                     let n = self.rng.below(40) as usize;
-                    self.rng.bytes(n)
-                })
-                .collect(),
+                    junk.push(self.rng.bytes(n));
+                }
+                (if self.rng.chance(0.5) { pe } else { de }, junk)
+            }
         };
         self.net.inject(to, frames);
     }

@@ -227,6 +227,7 @@ impl Sim {
         self.trace.line(format_args!("{name} dies; its successor starts"));
         self.net.crash(&self.p[p].node.endpoint);
         self.fabric.exit(&name);
+        self.told.restarted(&self.p[p].node.endpoint);
         let process = self.p[p].process;
         self.writes.retain(|(owner, _), _| *owner != process);
         self.senders_gone(p);

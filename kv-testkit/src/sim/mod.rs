@@ -26,6 +26,7 @@ mod fleet;
 mod life;
 mod oracle;
 mod print;
+mod told;
 mod trace;
 mod writes;
 
@@ -48,6 +49,7 @@ use faults::{SharedRates, Undo};
 use fleet::{D, P};
 use life::Life;
 use oracle::Owners;
+use told::Told;
 use trace::Trace;
 use writes::{Step, Write};
 
@@ -261,6 +263,7 @@ struct Sim {
     limits: Limits,
     owners: Owners,
     trace: Trace,
+    told: Told,
     rates: SharedRates,
     p: Vec<P>,
     d: Vec<D>,
@@ -321,6 +324,7 @@ impl Sim {
             limits: Limits::default(),
             owners,
             trace,
+            told: Told::default(),
             rates,
             p: Vec::new(),
             d: Vec::new(),
@@ -493,7 +497,31 @@ impl Sim {
         let again = rank.node.step_once(rank.skew.local(now));
         self.new_writes(p);
         self.observe_senders(p);
+        self.check_told(p);
         again
+    }
+
+    /// Failed goes out with the first cause; and towards 0.5.23 not before every write of the room has settled (B2).
+    fn check_told(&mut self, p: usize) {
+        let (told, wrong) = self.told.take();
+        wrong.into_iter().for_each(|text| self.wrong(text));
+        if self.episode.at_once {
+            return;
+        }
+        for failed in told {
+            let to = self.d.iter().find(|d| d.node.endpoint == failed.to).map(|d| d.node.name.clone());
+            let lives: Vec<u64> = self.lives.iter().filter(|(_, l)| l.room == failed.room).map(|(id, _)| *id).collect();
+            let open = |sim: &Self| {
+                let mut of = lives.iter().flat_map(|id| sim.open_writes(sim.p[p].process, *id));
+                of.find(|(_, w)| !w.dst_quiet && Some(&w.to) == to.as_ref()).map(|(op, _)| op)
+            };
+            if open(self).is_some() {
+                self.refresh_writes();
+            }
+            if let Some(op) = open(self) {
+                self.wrong(format!("{}: room {}: Failed told while {op:?} may land", self.p[p].name, failed.room));
+            }
+        }
     }
 
     fn step_decode(&mut self, d: usize, now: Timestamp) -> bool {
@@ -505,6 +533,9 @@ impl Sim {
         let again = rank.node.step_once(rank.skew.local(now));
         let unproven = rank.node.stats.released_without_proof.get() - before;
         self.report.released_without_proof += unproven;
+        if unproven > 0 && self.episode.proof {
+            self.wrong(format!("{}: {unproven} releases without proof, against the policy", self.d[d].node.name));
+        }
         self.observe_receivers(d, unproven > 0);
         again
     }
