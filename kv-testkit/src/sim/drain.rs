@@ -25,15 +25,15 @@ impl Sim {
         self.run_for(ALL_DEADLINES);
         self.refresh_writes();
         self.nothing_hangs();
-        let owed = self.name_unresolved();
+        self.name_unresolved();
         self.settle_all();
         self.run_for(ALL_DEADLINES);
-        self.nothing_is_held(&owed);
+        self.nothing_is_held();
         if self.wrong.is_empty() {
             self.run_for(RECONNECT);
             self.rooms_succeed();
             self.run_for(ALL_DEADLINES);
-            self.nothing_is_held(&owed);
+            self.nothing_is_held();
             self.nobody_was_harmed();
         }
     }
@@ -76,9 +76,9 @@ impl Sim {
         found.into_iter().for_each(|text| self.wrong(text));
     }
 
-    /// Everything that is still held is named, and has a reason. Gives back the lives whose proof was lost on its way.
-    fn name_unresolved(&mut self) -> BTreeSet<(u64, usize)> {
-        let (mut named, mut found, mut owed) = (Vec::new(), Vec::new(), BTreeSet::new());
+    /// Everything that is still held is named, and has a reason.
+    fn name_unresolved(&mut self) {
+        let (mut named, mut found) = (Vec::new(), Vec::new());
         for ((process, op), w) in &self.writes {
             let rank = &self.p[w.p];
             assert_eq!(rank.process, *process);
@@ -119,9 +119,6 @@ impl Sim {
                 if !self.episode.proof || side.shared.poll() != KvPoll::Failed || (writer.is_none() && !self.lossy) {
                     found.push(format!("{name}: life {id} of room {} is held for nothing", life.room));
                 }
-                if writer.is_none() {
-                    owed.insert((*id, *d));
-                }
                 let (room, holder) = (life.room, name.clone());
                 named.push(Unresolved { room, life: *id, holder, peer, op: None, why });
             }
@@ -132,6 +129,16 @@ impl Sim {
         self.report.unresolved += named.len() as u64;
         self.report.named = named;
         found.into_iter().for_each(|text| self.wrong(text));
+    }
+
+    /// Receivers whose proof was lost on its way: an ABORT, its ACK, or the process that owed it.
+    fn owed(&self) -> BTreeSet<(u64, usize)> {
+        let mut owed = BTreeSet::new();
+        for (id, life) in &self.lives {
+            let live = life.receivers.iter().filter_map(|(d, place)| Some((d, place.live()?)));
+            let failed = live.filter(|(_, side)| side.shared.poll() == KvPoll::Failed);
+            owed.extend(failed.filter(|_| self.lossy && self.episode.proof).map(|(d, _)| (*id, *d)));
+        }
         owed
     }
 
@@ -144,8 +151,9 @@ impl Sim {
         }
     }
 
-    /// Everything is back where it started, but for what is `owed` a proof that was lost.
-    fn nothing_is_held(&mut self, owed: &BTreeSet<(u64, usize)>) {
+    /// Everything is back where it started, but for what is owed a proof that was lost.
+    fn nothing_is_held(&mut self) {
+        let owed = self.owed();
         let mut found = Vec::new();
         for rank in &self.p {
             let held = rank.node.shard.held();

@@ -105,6 +105,8 @@ impl Sim {
             }
             35..45 => {
                 self.d[d].node.stopped = true;
+                // Now and then beyond its rooms' deadline.
+                let lasts = if self.rng.chance(0.2) { 1_500 * MS + lasts } else { lasts };
                 self.after(lasts, Ev::Undo(Undo::GoOn(false, d)));
             }
             45..52 => self.restart_decode(d),
@@ -137,6 +139,7 @@ impl Sim {
                 self.after(lasts, Ev::Undo(Undo::Directory(d)));
             }
             76..82 => {
+                self.stalled = true;
                 let messages = self.rng.below(4) as usize;
                 self.net.set_capacity(messages);
                 self.after(lasts, Ev::Undo(Undo::Capacity));

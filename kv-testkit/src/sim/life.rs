@@ -513,6 +513,7 @@ impl Sim {
                         self.check_bytes(id, d);
                         self.report.receiver_success += 1;
                     }
+                    KvPoll::Failed if reason.contains("timed out") => self.check_deadline(id, d),
                     _ => {}
                 }
                 if poll.is_terminal() {
@@ -522,6 +523,25 @@ impl Sim {
                 }
             }
             self.give_back_destination(id, d, unproven);
+        }
+    }
+
+    /// A completion that has arrived wins over a deadline seen in the same step (D5).
+    fn check_deadline(&mut self, id: u64, d: usize) {
+        let Some(life) = self.lives.get(&id) else { return };
+        let asked = self.shape(life.prefill, d).peers().records;
+        let told = asked.iter().filter(|r| !r.is_dummy).all(|record| {
+            let p = life.senders.keys().find(|p| self.p[**p].node.rank == record.rank);
+            p.and_then(|p| life.created_in.get(p)).is_some_and(|process| life.succeeded.contains(process))
+        });
+        let (endpoint, room) = (&self.d[d].node.endpoint, life.room.to_string());
+        let on_its_way = || {
+            let about = |f: &crate::net::Flight| f.frames.get(1).is_some_and(|r| *r == room.as_bytes());
+            self.net.in_flight().iter().any(|f| f.to == *endpoint && about(f))
+        };
+        if told && !self.lossy && !self.stalled && !on_its_way() {
+            let name = &self.d[d].node.name;
+            self.wrong(format!("{name}: life {id}: timed out, and every Success had arrived"));
         }
     }
 

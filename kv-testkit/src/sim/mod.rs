@@ -291,6 +291,8 @@ struct Sim {
     healing: bool,
     /// Messages that carry proof may have been lost.
     lossy: bool,
+    /// Messages may have waited at their sender.
+    stalled: bool,
     wrong: Vec<String>,
     report: SimReport,
 }
@@ -345,6 +347,7 @@ impl Sim {
             touched_d: BTreeSet::new(),
             touch_all: true,
             healing: false,
+            stalled: false,
             wrong: Vec::new(),
             report: SimReport::default(),
             episode,
