@@ -14,7 +14,7 @@ mod stats;
 mod timers;
 
 pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
-pub use prefill::{PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
+pub use prefill::{AuxRule, PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
 pub use shared::{EventQueue, RoomEvent, RoomShared};
 pub use stats::{Counter, Stats};
 

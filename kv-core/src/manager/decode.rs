@@ -20,6 +20,7 @@ use crate::poll::KvPoll;
 use crate::room::ReceiverPolicy;
 use crate::time::{Clock, MonotonicClock};
 use crate::transport::Transport;
+use crate::wire::ExtPeer;
 
 pub(super) struct Inner {
     engine: Arc<Engine<DecodeShard>>,
@@ -109,6 +110,7 @@ impl DecodeManager {
                 waiting_timeout: config.waiting_timeout,
                 release: hooks.release_policy(),
             }),
+            extension: hooks.extension().then(ExtPeer::here),
             endpoint: endpoint.clone(),
             name: name.clone(),
             freed: Arc::new(move |room| freed.freed(room)),

@@ -14,7 +14,9 @@ use crate::control::local_ip::local_ip;
 use crate::control::wake::WakeFd;
 use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
 use crate::directory::{Directory, DirectoryRequest};
-use crate::engine::{EventQueue, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats};
+use crate::engine::{
+    AuxRule, EventQueue, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats,
+};
 use crate::hooks::ManagerHooks;
 use crate::ids::{PrefillRank, Room};
 use crate::layout::LocalLayout;
@@ -24,6 +26,7 @@ use crate::room::SenderPolicy;
 use crate::time::{Clock, MonotonicClock};
 use crate::topology::prefill_unique_rank;
 use crate::transport::Transport;
+use crate::wire::ExtPeer;
 
 pub(super) struct Inner {
     engine: Arc<Engine<PrefillShard>>,
@@ -34,6 +37,7 @@ pub(super) struct Inner {
     config: PrefillConfig,
     endpoint: Endpoint,
     rank: PrefillRank,
+    extension: Option<ExtPeer>,
     stats: Arc<Stats>,
     events: OnceLock<(Arc<EventQueue>, Arc<WakeFd>)>,
 }
@@ -101,6 +105,7 @@ impl PrefillManager {
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         let engine = Engine::new(!transport.capabilities().submit_blocks, clock)?;
         outbox.set_wake(engine.waker());
+        let extension = hooks.extension().then(ExtPeer::here);
         let live = Arc::new(LiveRooms::new(config.limits.max_rooms));
         let stats = Arc::new(Stats::default());
         let layout = Arc::new(layout);
@@ -125,6 +130,13 @@ impl PrefillManager {
             tombstone_timeout: config.tombstone_timeout,
             rank,
             freed: Arc::new(move |room| freed.freed(room)),
+            aux_rule: AuxRule {
+                attn_tp: id.attn_tp,
+                cp_rank: id.attn_cp.1,
+                last_stage: id.pp.1 + 1 == id.pp.0,
+                kv_entries: layout.spec().kv.len(),
+            },
+            extension,
             commands,
         };
         let lane = transport.lane()?;
@@ -147,6 +159,7 @@ impl PrefillManager {
             config,
             endpoint,
             rank,
+            extension,
             stats,
             events: OnceLock::new(),
         })))
@@ -192,6 +205,7 @@ impl PrefillManager {
             enable_kv_cache_sharding: false,
             prefill_http_port: None,
             decode_allocation_policy: POLICY_EARLY.to_owned(),
+            ext: self.0.extension,
         }
     }
 

@@ -189,7 +189,8 @@ impl Extension {
             let [kind, len] = take(&mut rest).ok_or_else(short)?;
             let (field, after) = rest.split_at_checked(usize::from(len)).ok_or_else(short)?;
             rest = after;
-            out.field(kind, field).ok_or_else(|| bad(WireErrorKind::BadArray, format!("field {kind} of {len} bytes")))?;
+            out.field(kind, field)
+                .ok_or_else(|| bad(WireErrorKind::BadArray, format!("field {kind} of {len} bytes")))?;
         }
         Ok(Some(out))
     }

@@ -136,7 +136,7 @@ fn make_plan(planner: &mut Planner, pairing: &Pairing, spec: &ChunkSpec, d: &Des
         );
     }
     let mut plan = planner.plan_chunk(pairing, pages.src, pages.dst).map_err(|e| e.to_string())?;
-    if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last, spec.aux_index, d.aux_index) {
+    if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last && d.writes_aux, spec.aux_index, d.aux_index) {
         plan.append(planner.plan_aux(pairing, src_slot, dst_slot).map_err(|e| e.to_string())?);
     }
     Ok(plan)

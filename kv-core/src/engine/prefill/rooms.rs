@@ -89,7 +89,11 @@ impl PrefillShard {
         for effect in effects.drain(..) {
             match effect {
                 SenderEffect::Post(chunk, dest) => self.queue_post(Post { key, chunk, dest }),
-                SenderEffect::Status(to, status, reason) => self.status(now, room, &to, status, reason, control),
+                SenderEffect::Status(to, status, reason) => self.status(now, room, &to, status, reason, None, control),
+                SenderEffect::StatusOf { to, life, status, reason, tag } => {
+                    let about = Some((life.process, life.generation, tag));
+                    self.status(now, room, &to, status, reason, about, control);
+                }
                 SenderEffect::Changed => changed = true,
                 SenderEffect::Drained => {
                     if self.pending_acks.contains_key(&room) {
@@ -181,6 +185,7 @@ impl PrefillShard {
                 self.expire_early(now, room, control);
             }
         }
+        self.spent.expire(now);
         while self.tombstone_order.front().is_some_and(|(t, _)| *t <= now) {
             let Some((deadline, room)) = self.tombstone_order.pop_front() else { break };
             if self.tombstones.get(&room).is_some_and(|(t, _)| *t == deadline) {
@@ -196,7 +201,7 @@ impl PrefillShard {
         let secs = self.config.early_timeout.as_secs_f64();
         let reason: Arc<str> = format!("prefill made no sender for room {room} within {secs:.1}s").into();
         for d in early.destinations.iter().filter(|d| !d.is_dummy) {
-            self.status(now, room, &d.endpoint.clone(), KvPoll::Failed, Some(reason.clone()), control);
+            self.refuse(now, room, d, reason.clone(), control);
         }
     }
 }

@@ -1,0 +1,53 @@
+//! Rooms that wait for proof in vain: have the prefill ranks that owe it been replaced?
+
+use super::*;
+
+/// The same peers are asked for anew, for rooms that wait for proof, at most this often.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
+
+impl DecodeShard {
+    /// A room waits for proof that does not come: ask the directory whether its prefill ranks have successors.
+    pub(super) fn look_for_successors(&mut self, now: Timestamp, key: RoomKey) {
+        let Some(e) = self.rooms.get(key) else { return };
+        let Some(peers) = e.room.peers() else { return };
+        let pool_key = peers.pool_key.clone();
+        let request = DirectoryRequest::Peers {
+            token: self.next_token + 1,
+            room: e.room.room(),
+            bootstrap_addr: e.bootstrap_addr.clone(),
+            prefill_dp_rank: e.prefill_dp_rank,
+        };
+        self.next_token += 1;
+        self.looking.insert(self.next_token, key);
+        // Many rooms wait for one rank: it is asked for anew once for all of them.
+        self.looked.retain(|_, at| now.since(*at) < LOOK_AGAIN);
+        if !self.looked.contains_key(&pool_key) {
+            self.looked.insert(pool_key.clone(), now);
+            self.directory.request(DirectoryRequest::Forget { pool_key });
+        }
+        self.directory.request(request);
+    }
+
+    /// A new process of ours in the row of a rank, from the same host: the one before it is gone.
+    pub(super) fn looked_for_successors(
+        &mut self,
+        now: Timestamp,
+        key: RoomKey,
+        found: Option<&PrefillPeers>,
+        control: &mut dyn ControlPlane,
+    ) {
+        let (Some(e), Some(found)) = (self.rooms.get(key), found) else { return };
+        let Some(peers) = e.room.peers() else { return };
+        let replaced = |rank: &PrefillRank| {
+            let of = |p: &PrefillPeers| {
+                let record = p.records.iter().find(|r| r.rank == *rank)?;
+                Some((record.endpoint.host().to_owned(), record.ext?.process))
+            };
+            of(peers).zip(of(found)).is_some_and(|((host, was), (host_now, is))| host == host_now && was != is)
+        };
+        let dead: Vec<PrefillRank> = e.room.unacked().filter(replaced).collect();
+        for rank in dead {
+            self.drive(now, key, ReceiverEvent::RankDead(rank), control);
+        }
+    }
+}
