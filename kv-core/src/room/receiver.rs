@@ -223,6 +223,11 @@ impl ReceiverRoom {
         }
     }
 
+    /// How many of the records, from the first, may know of this room.
+    pub fn contacted(&self) -> usize {
+        self.contacted
+    }
+
     /// Ranks that were contacted and have not acked.
     pub fn unacked(&self) -> impl Iterator<Item = PrefillRank> + '_ {
         self.contacted_records().iter().map(|r| r.rank).filter(|r| !self.acks.contains(r))

@@ -431,7 +431,7 @@ impl DecodeShard {
                         self.released_without_proof(key);
                     }
                 }
-                ReceiverEffect::Unproven => self.look_for_successors(now, key),
+                ReceiverEffect::Unproven => self.look_for_proof(now, key, control),
                 ReceiverEffect::Forget => self.forget_peers_of(key, control),
                 ReceiverEffect::Stale => self.stats.messages_stale.inc(),
                 ReceiverEffect::Violation(what) => {
@@ -534,6 +534,7 @@ impl DecodeShard {
         self.hooks.build_receiver_metadata_message(&metadata).map_err(|e| format!("metadata cannot be encoded: {e}"))
     }
 
+    /// To the contacted ranks that have not acked.
     fn send_abort(
         &mut self,
         now: Timestamp,
@@ -553,8 +554,10 @@ impl DecodeShard {
             Ok(m) => m,
             Err(error) => return tracing::warn!("ABORT of room {} not sent: {error}", e.room.room()),
         };
-        let life = Some(e.shared.life());
-        for record in peers.records.iter().take(contacted) {
+        let (life, unacked): (_, Vec<_>) = (Some(e.shared.life()), e.room.unacked().collect());
+        // All of them, the first time.
+        let owes = |r: &&PrefillRecord| generation.is_none() || unacked.contains(&r.rank);
+        for record in peers.records.iter().take(contacted).filter(owes) {
             match self.extended(MessageKind::Abort, &message, record, life, None) {
                 Ok(m) => {
                     self.outgoing.send(now, control, &record.endpoint, m, &self.stats);

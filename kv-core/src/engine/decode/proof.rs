@@ -1,4 +1,4 @@
-//! Rooms that wait for proof in vain: have the prefill ranks that owe it been replaced?
+//! Rooms that wait for proof in vain: was the ABORT or its ACK lost, or is the prefill rank that owes it dead?
 
 use super::*;
 
@@ -6,8 +6,12 @@ use super::*;
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
 impl DecodeShard {
-    /// A room waits for proof that does not come: ask the directory whether its prefill ranks have successors.
-    pub(super) fn look_for_successors(&mut self, now: Timestamp, key: RoomKey) {
+    /// A room waits for proof that does not come. Its ABORT goes out again, since it or the ACK may be lost, and a
+    /// successor of the process answers it too. And the directory is asked, since a successor may listen elsewhere.
+    pub(super) fn look_for_proof(&mut self, now: Timestamp, key: RoomKey, control: &mut dyn ControlPlane) {
+        let contacted = self.rooms.get(key).map_or(0, |e| e.room.contacted());
+        let generation = self.rooms.get(key).and_then(|e| e.room.armed_generation());
+        self.send_abort(now, key, contacted, generation, control);
         let Some(e) = self.rooms.get(key) else { return };
         let Some(peers) = e.room.peers() else { return };
         let pool_key = peers.pool_key.clone();
