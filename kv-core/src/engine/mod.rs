@@ -6,7 +6,10 @@
 //! never overtakes the write it speaks of.
 
 mod decode;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod outgoing;
+mod peer_stats;
 mod peers;
 mod prefill;
 mod shared;
@@ -14,6 +17,7 @@ mod stats;
 mod timers;
 
 pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
+pub use peer_stats::{PeerNumbers, PeerTable};
 pub use prefill::{AuxRule, PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
 pub use shared::{EventQueue, RoomEvent, RoomShared};
 pub use stats::{Counter, Stats};

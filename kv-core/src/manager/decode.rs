@@ -139,6 +139,13 @@ impl DecodeManager {
         &self.0.stats
     }
 
+    /// Hand the counters to the recorder that is installed for the `metrics` facade ([`Stats::export`]). Call it as often
+    /// as the numbers should be fresh.
+    #[cfg(feature = "metrics")]
+    pub fn export_metrics(&self) {
+        self.0.stats.export("decode", self.0.backend(), self.0.engine.now());
+    }
+
     /// A receiver for a room; the room is in Bootstrapping. `bootstrap_addr` is `host:port` of prefill's bootstrap
     /// server, IPv6 bracketed.
     ///

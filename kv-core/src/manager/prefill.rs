@@ -180,6 +180,13 @@ impl PrefillManager {
         &self.0.stats
     }
 
+    /// Hand the counters to the recorder that is installed for the `metrics` facade ([`Stats::export`]). Call it as often
+    /// as the numbers should be fresh.
+    #[cfg(feature = "metrics")]
+    pub fn export_metrics(&self) {
+        self.0.stats.export("prefill", self.0.backend(), self.0.engine.now());
+    }
+
     /// What this rank PUTs to the bootstrap server.
     pub fn row(&self) -> PrefillRow {
         let (id, spec) = (&self.0.config.identity, self.0.layout.spec());

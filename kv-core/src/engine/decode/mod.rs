@@ -451,6 +451,10 @@ impl DecodeShard {
         self.stats.released_without_proof.inc();
         let Some(e) = self.rooms.get(key) else { return };
         let ranks: Vec<String> = e.room.unacked().map(|r| r.to_string()).collect();
+        for rank in e.room.unacked() {
+            let record = e.room.peers().and_then(|p| p.records.iter().find(|r| r.rank == rank));
+            record.map(|r| self.stats.peers.released_without_proof(&r.endpoint)).unwrap_or_default();
+        }
         tracing::warn!(
             "room {}: pages released by timeout, without proof: no ABORT_ACK from prefill rank {} of {}",
             e.room.room(),

@@ -120,8 +120,16 @@ struct OpRef {
     chunk: u32,
     dest: usize,
     bytes: u64,
-    /// Its outcome came, and left a side not quiet: whether (source, destination) are proven quiet since.
-    retained: Option<(bool, bool)>,
+    /// Its outcome came, and left a side not quiet.
+    retained: Option<Retained>,
+}
+
+/// A write without proof.
+struct Retained {
+    /// Whether (source, destination) are proven quiet since.
+    quiet: (bool, bool),
+    peer: Endpoint,
+    since: Timestamp,
 }
 
 struct Early {

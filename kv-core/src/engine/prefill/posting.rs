@@ -47,7 +47,7 @@ impl PrefillShard {
             let id = *id;
             let Some(post) = peer.posts.pop_front() else { continue };
             peer.last_used = now;
-            match self.try_post(post, id, &pairing) {
+            match self.try_post(now, post, id, &pairing) {
                 Ok(event) => {
                     // Round robin over peers.
                     self.ready_peers.push_back(name);
@@ -74,6 +74,7 @@ impl PrefillShard {
     #[allow(clippy::result_large_err)] // the lane hands the op back whole
     pub(super) fn try_post(
         &mut self,
+        now: Timestamp,
         post: Post<RoomKey>,
         peer: crate::ids::PeerId,
         pairing: &Arc<Pairing>,
@@ -111,10 +112,10 @@ impl PrefillShard {
             Err(_) => {
                 let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
                 self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
-                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: Some((false, false)) });
+                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
+                self.retain(now, id, (false, false));
                 self.stats.transport_panics.inc();
                 self.stats.ops_unresolved.inc();
-                self.stats.ops_retained.inc();
                 return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
             }
         }
