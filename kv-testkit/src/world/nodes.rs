@@ -86,6 +86,8 @@ pub type Freed = Arc<Mutex<Vec<(Room, u64)>>>;
 
 /// One prefill rank.
 pub struct PrefillNode {
+    /// Which process: its transport's name.
+    pub name: String,
     /// Its number in messages.
     pub rank: PrefillRank,
     /// (TP, CP, PP) rank.
@@ -125,9 +127,10 @@ impl PrefillNode {
         fabric: &FakeFabric,
         rank: PrefillRank,
         place: (u32, u32, u32),
+        name: &str,
     ) -> Self {
         let endpoint = spec.shape.endpoint(rank);
-        let transport = fabric.transport(&format!("prefill-{rank}"));
+        let transport = fabric.transport(name);
         let entry_len = spec.pages * spec.page_len;
         let entries = spec.prefill_entries();
         let kv = TestMemory::patterned(entries as usize * entry_len, 1000 + u64::from(rank.0));
@@ -158,7 +161,7 @@ impl PrefillNode {
                 last_stage: place.2 + 1 == spec.shape.prefill_pp,
                 kv_entries: entries as usize,
             },
-            extension: spec.prefill_peer(rank),
+            extension: spec.prefill_ext.then(|| process(name)),
             commands: Arc::new(move |c| lock(&queue).push(c)),
         };
         let shard = PrefillShard::new(
@@ -173,6 +176,7 @@ impl PrefillNode {
         );
         let control = net.bind(&endpoint);
         Self {
+            name: name.into(),
             rank,
             place,
             endpoint,
