@@ -1,8 +1,9 @@
-//! Project tasks: `cargo xtask ci | demo | golden | bench`.
+//! Project tasks: `cargo xtask ci | demo | golden | bench | model`.
 
 mod bench;
 mod ci;
 mod golden;
+mod model;
 mod sh;
 
 use std::process::ExitCode;
@@ -29,6 +30,8 @@ enum Task {
     },
     /// Check the golden vectors against their manifest, then run the golden tests.
     Golden(golden::GoldenArgs),
+    /// Explore the rooms in every order of events, full size, and put the known faults back; Markdown tables.
+    Model,
     /// Run the budget benchmarks; what follows is passed on. `--json`: the last line is an array of rows.
     Bench {
         /// Arguments of the benchmark program.
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
             Task::Ci(args) => ci::run(&args),
             Task::Demo { args } => demo(&args),
             Task::Golden(args) => golden::run(&args),
+            Task::Model => model::run(),
             Task::Bench { args } => bench::run(&args),
         }
     });
@@ -57,8 +61,8 @@ fn main() -> ExitCode {
 }
 
 fn demo(args: &[String]) -> sh::Result<ExitCode> {
-    let mut command = sh::cargo(["run", "--release", "--locked", "--quiet", "-p", "kv-transfer-cli", "--bin", "kvt"]);
+    let mut command = sh::cargo(["run", "--profile", "quick", "--locked", "-p", "kv-transfer-cli", "--bin", "kvt"]);
     command.args(["--", "demo"]).args(args);
-    eprintln!("building kvt (release) ...");
+    eprintln!("building kvt ...");
     sh::status(&mut command)
 }

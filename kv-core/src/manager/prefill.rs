@@ -1,7 +1,7 @@
 //! A prefill rank.
 
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::connector::ConnectorThreads;
@@ -11,12 +11,9 @@ use super::{KvSender, ManagerError, PrefillConfig, RoomError, is_fake};
 use crate::bootstrap::types::{FOLLOW_BOOTSTRAP_ROOM, POLICY_EARLY};
 use crate::bootstrap::{PrefillRow, RegistrationConfig, register_prefill_rank};
 use crate::control::local_ip::local_ip;
-use crate::control::wake::WakeFd;
 use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
 use crate::directory::{Directory, DirectoryRequest};
-use crate::engine::{
-    AuxRule, EventQueue, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats,
-};
+use crate::engine::{AuxRule, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats};
 use crate::hooks::ManagerHooks;
 use crate::ids::{PrefillRank, Room};
 use crate::layout::LocalLayout;
@@ -39,7 +36,6 @@ pub(super) struct Inner {
     rank: PrefillRank,
     extension: Option<ExtPeer>,
     stats: Arc<Stats>,
-    events: OnceLock<(Arc<EventQueue>, Arc<WakeFd>)>,
 }
 
 impl Inner {
@@ -161,7 +157,6 @@ impl PrefillManager {
             rank,
             extension,
             stats,
-            events: OnceLock::new(),
         })))
     }
 
@@ -236,8 +231,7 @@ impl PrefillManager {
             return Ok(KvSender::new(self.0.clone(), shared, true));
         }
         let life = self.0.live.take(room)?;
-        let queue = self.0.events.get().map(|(q, _)| q.clone());
-        let shared = RoomShared::new(room, life, queue);
+        let shared = RoomShared::new(room, life, self.0.engine.events());
         self.0.submit(PrefillCommand::Create(shared.clone()));
         Ok(KvSender::new(self.0.clone(), shared, false))
     }
@@ -248,11 +242,11 @@ impl PrefillManager {
     /// # Errors
     /// The system's, when no descriptor is left.
     pub fn subscribe(&self) -> std::io::Result<RawFd> {
-        super::subscribe(&self.0.events)
+        self.0.engine.subscribe()
     }
 
     /// Append what changed since the last call: at most one event a room, with its newest state.
     pub fn drain_events(&self, out: &mut Vec<RoomEvent>) {
-        super::drain_events(&self.0.events, out);
+        self.0.engine.drain_events(out);
     }
 }

@@ -15,7 +15,7 @@ pub struct RoomLife {
 }
 
 /// What the head of a tag covers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TagHead {
     /// Which room.
     pub room: Room,
@@ -39,11 +39,11 @@ impl TagHead {
 
 /// Sum over pages at positions of the request's page list. Sums of disjoint parts add up to the sum of the whole, in any
 /// order, so ranks that share the pages can be checked together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PageSum {
     /// The sum.
     pub sum: u64,
-    /// How many pages are in it.
+    /// How many pages; on prefill also those that decode had no place for.
     pub count: u32,
 }
 

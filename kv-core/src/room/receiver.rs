@@ -9,12 +9,13 @@ use super::{Failure, PageSum, TagHead, timed_out};
 use crate::directory::{PrefillPeers, PrefillRecord};
 use crate::error::{ABORTED_REASON, PREFILL_DEAD_REASON};
 use crate::ids::{PrefillRank, Room};
+use crate::mutants::mutant;
 use crate::poll::KvPoll;
 use crate::time::Timestamp;
 use crate::wire::{ExtCapabilities, KvStatus, RoomTag};
 
 /// When the pages of a failed room are free again (requirement F4).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReleasePolicy {
     /// Every contacted prefill rank acked, or this time passed since the ABORT. Policy, not proof: counted as
     /// `released_without_proof`. The default towards SGLang 0.5.23 (30 s).
@@ -26,11 +27,8 @@ pub enum ReleasePolicy {
     PerPeer(Duration),
 }
 
-/// A room that waits for proof looks for it elsewhere this often.
-const RECHECK: Duration = Duration::from_secs(30);
-
 /// What a receiver room is made with.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ReceiverPolicy {
     /// From `send_metadata` to Success at most this long (D5).
     pub waiting_timeout: Duration,
@@ -39,7 +37,7 @@ pub struct ReceiverPolicy {
 }
 
 /// What `send_metadata()` publishes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PublishSpec {
     /// Destination pages.
     pub pages: Arc<[i32]>,
@@ -104,8 +102,6 @@ pub enum ReceiverEffect {
         /// False: by timeout.
         proven: bool,
     },
-    /// The pages wait for proof since a while, and no ACK comes: look whether the ranks that owe it are dead.
-    Unproven,
     /// The peers did not take a message, or did not answer in time: drop their connections and fetch anew next time.
     Forget,
     /// A message that comes too late was ignored.
@@ -115,7 +111,7 @@ pub enum ReceiverEffect {
 }
 
 /// What tags are checked against (H3).
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Expect {
     head: TagHead,
     /// The slot that was announced.
@@ -123,20 +119,20 @@ struct Expect {
     pages: PageSum,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Hold {
     /// No prefill rank knows the pages, or all of them are done with them.
     None,
     /// Metadata is out.
     Published,
-    /// ABORT with this generation is out. `looked`: when proof was last looked for.
-    Armed { generation: u64, since: Timestamp, looked: Timestamp },
+    /// ABORT with this generation is out.
+    Armed { generation: u64, since: Timestamp },
     /// Given back.
     Released,
 }
 
 /// Decode's side of one room.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ReceiverRoom {
     room: Room,
     status: KvPoll,
@@ -212,6 +208,9 @@ impl ReceiverRoom {
 
     /// The pages are free: terminal, and no write of this room can land (or the release policy gave up waiting).
     pub fn releasable(&self) -> bool {
+        if mutant!(ReleaseAtAbort) {
+            return self.status.is_terminal();
+        }
         self.status.is_terminal() && matches!(self.hold, Hold::None | Hold::Released)
     }
 
@@ -226,6 +225,11 @@ impl ReceiverRoom {
     /// How many of the records, from the first, may know of this room.
     pub fn contacted(&self) -> usize {
         self.contacted
+    }
+
+    /// Its pages are held, and nothing but proof frees them.
+    pub fn awaits_proof(&self) -> bool {
+        matches!(self.hold, Hold::Armed { .. }) && self.release() == ReleasePolicy::Proof
     }
 
     /// Ranks that were contacted and have not acked.
@@ -243,7 +247,7 @@ impl ReceiverRoom {
         match (self.status, self.hold, self.release()) {
             (KvPoll::WaitingForInput, ..) => self.published.map(|t| t + self.policy.waiting_timeout),
             (_, Hold::Armed { since, .. }, ReleasePolicy::AckOrTimeout(d)) => Some(since + d),
-            (_, Hold::Armed { looked, .. }, _) => Some(looked + RECHECK),
+            (_, Hold::Armed { since, .. }, ReleasePolicy::Proof) if mutant!(ReleaseWithoutProof) => Some(since),
             _ => None,
         }
     }
@@ -275,9 +279,6 @@ impl ReceiverRoom {
             self.fail(now, failure, generation, out);
             // After the ABORTs, which still use the connections.
             out.push(ReceiverEffect::Forget);
-        } else if let (Hold::Armed { generation, since, .. }, ReleasePolicy::Proof) = (self.hold, self.release()) {
-            self.hold = Hold::Armed { generation, since, looked: now };
-            out.push(ReceiverEffect::Unproven);
         } else {
             self.hold = Hold::Released;
             out.push(ReceiverEffect::Released { proven: false });
@@ -325,6 +326,7 @@ impl ReceiverRoom {
                 if self.status.is_terminal() {
                     return;
                 }
+                let contacted = if error.is_some() && mutant!(PartialPublishForgotten) { 0 } else { contacted };
                 self.contacted = contacted;
                 if contacted > 0 {
                     self.hold = Hold::Published;
@@ -355,6 +357,9 @@ impl ReceiverRoom {
                 self.cleared = true;
                 let text = format!("cleared in {:?}, before the transfer ended", self.status);
                 self.fail(now, Failure::here(text), generation, out);
+                if mutant!(ReleaseAtClear) {
+                    self.hold = Hold::Released;
+                }
             }
         }
     }
@@ -378,10 +383,13 @@ impl ReceiverRoom {
         generation: &mut u64,
         out: &mut Vec<ReceiverEffect>,
     ) {
-        if self.status.is_terminal() {
+        if self.status.is_terminal()
+            && !(self.status == KvPoll::Success && s.status == KvPoll::Failed && mutant!(ReceiverLeavesSuccess))
+            && !(self.status == KvPoll::Failed && s.status == KvPoll::Success && mutant!(ReceiverLeavesFailed))
+        {
             return;
         }
-        if !self.expects(s.prefill_rank) {
+        if !self.expects(s.prefill_rank) && !mutant!(AcceptUnaskedRank) {
             return out.push(ReceiverEffect::Violation("status from a prefill rank that was not asked"));
         }
         match s.status {
@@ -395,7 +403,7 @@ impl ReceiverRoom {
                 {
                     return self.fail(now, Failure::here(reason), generation, out);
                 }
-                if !self.success.contains(&s.prefill_rank) {
+                if !self.success.contains(&s.prefill_rank) || mutant!(CountMessagesNotRanks) {
                     self.success.push(s.prefill_rank);
                 }
                 let required = self.peers.as_ref().map_or(u32::MAX, |p| p.required_prefill_response_num);
@@ -404,13 +412,18 @@ impl ReceiverRoom {
                         return self.fail(now, Failure::here(reason), generation, out);
                     }
                     self.status = KvPoll::Success;
-                    self.hold = Hold::None;
+                    if !mutant!(SuccessKeepsPages) {
+                        self.hold = Hold::None;
+                    }
                     out.push(ReceiverEffect::Changed);
                 }
             }
             KvPoll::Failed => {
                 let text = s.reason.filter(|r| !r.is_empty()).unwrap_or_else(|| PREFILL_DEAD_REASON.to_owned());
                 self.fail(now, Failure::here(text), generation, out);
+                if mutant!(ReleaseAtFailedStatus) {
+                    self.hold = Hold::Released;
+                }
             }
             _ => out.push(ReceiverEffect::Violation("status that is neither Success nor Failed")),
         }
@@ -436,7 +449,7 @@ impl ReceiverRoom {
             return Err(bad(format!("it wrote {} pages, but others than were announced", part.count)));
         }
         if part.count > expect.pages.count {
-            return Err(bad(format!("it wrote {} pages of {}", part.count, expect.pages.count)));
+            return Err(bad(format!("it has {} pages, {} were announced", part.count, expect.pages.count)));
         }
         if part != expect.pages {
             self.parts.push((rank, part));
@@ -482,7 +495,8 @@ impl ReceiverRoom {
 
     fn quiet(&mut self, rank: PrefillRank, out: &mut Vec<ReceiverEffect>) {
         self.acks.push(rank);
-        if self.unacked().next().is_none() {
+        let counted = mutant!(AckCountedTwice) && self.acks.len() >= self.contacted;
+        if self.unacked().next().is_none() || counted || mutant!(OneAckReleases) {
             self.hold = Hold::Released;
             out.push(ReceiverEffect::Released { proven: true });
         }
@@ -490,12 +504,12 @@ impl ReceiverRoom {
 
     fn abort_ack(&mut self, rank: PrefillRank, of: u64, out: &mut Vec<ReceiverEffect>) {
         match self.hold {
-            Hold::Armed { generation, .. } if generation == of => {}
+            Hold::Armed { generation, .. } if generation == of || mutant!(AckOfAnyGeneration) => {}
             // A duplicate, or later than the timeout (F20).
             Hold::Released => return out.push(ReceiverEffect::Stale),
             _ => return out.push(ReceiverEffect::Violation("ABORT_ACK of another generation")),
         }
-        if !self.unacked().any(|r| r == rank) {
+        if !self.unacked().any(|r| r == rank) && !mutant!(AckCountedTwice) {
             if !self.acks.contains(&rank) {
                 out.push(ReceiverEffect::Violation("ABORT_ACK from a prefill rank that was not contacted"));
             }
@@ -505,7 +519,11 @@ impl ReceiverRoom {
     }
 
     fn fail(&mut self, now: Timestamp, failure: Failure, generation: &mut u64, out: &mut Vec<ReceiverEffect>) {
-        if self.status.is_terminal() {
+        if self.status == KvPoll::Failed && mutant!(ReceiverLastReasonWins) {
+            self.failure = Some(failure);
+            return;
+        }
+        if self.status.is_terminal() && !(self.status == KvPoll::Success && mutant!(ReceiverLeavesSuccess)) {
             return;
         }
         self.status = KvPoll::Failed;
@@ -514,7 +532,7 @@ impl ReceiverRoom {
             self.abort_sent = true;
             if self.hold == Hold::Published {
                 *generation += 1;
-                self.hold = Hold::Armed { generation: *generation, since: now, looked: now };
+                self.hold = Hold::Armed { generation: *generation, since: now };
                 out.push(ReceiverEffect::Abort { contacted: self.contacted, generation: Some(*generation) });
             } else {
                 // Nothing of ours is known there; prefill only learns that nobody will come (F28).

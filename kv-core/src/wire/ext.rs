@@ -31,6 +31,7 @@ const FIELD_TO: u8 = 1;
 const FIELD_LIFE: u8 = 2;
 const FIELD_TAG: u8 = 3;
 const FIELD_AUX_WRITER: u8 = 4;
+const FIELD_REGISTER_AGAIN: u8 = 5;
 
 /// What a process of ours can do: a set of bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -105,7 +106,7 @@ pub struct RoomTag {
     pub head: u64,
     /// Over (position, page) of every page written.
     pub pages: u64,
-    /// How many pages were written.
+    /// How many pages this rank had for the room: those it wrote, and those that decode announced no place for.
     pub count: u32,
     /// This rank wrote the metadata slot.
     pub wrote_aux: bool,
@@ -124,12 +125,14 @@ pub struct Extension {
     pub tag: Option<RoomTag>,
     /// With metadata: whether this prefill rank is the one that writes the metadata slot.
     pub aux_writer: Option<bool>,
+    /// With Failed: prefill does not know this decode (any more), which must register before it sends metadata again.
+    pub register_again: bool,
 }
 
 impl Extension {
     /// Only who speaks.
     pub const fn from(from: ExtPeer) -> Self {
-        Self { from, to: None, room_generation: None, tag: None, aux_writer: None }
+        Self { from, to: None, room_generation: None, tag: None, aux_writer: None, register_again: false }
     }
 
     /// As a frame.
@@ -160,6 +163,9 @@ impl Extension {
         }
         if let Some(writer) = self.aux_writer {
             field(FIELD_AUX_WRITER, &[writer.into()]);
+        }
+        if self.register_again {
+            field(FIELD_REGISTER_AGAIN, &[]);
         }
         Bytes::from(out)
     }
@@ -212,6 +218,7 @@ impl Extension {
                 let [writer] = take(bytes)?;
                 self.aux_writer = Some(writer != 0);
             }
+            FIELD_REGISTER_AGAIN => self.register_again = true,
             _ => return Some(()),
         }
         bytes.is_empty().then_some(())

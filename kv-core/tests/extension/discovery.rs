@@ -30,7 +30,16 @@ fn conversation(spec: WorldSpec, sglangs_registry: bool) -> Vec<Multipart> {
         assert!(r[0].releasable());
         end(&mut w, &s, &r);
     }
-    spy.all().into_iter().map(|f| f.frames).collect()
+    let frames = spy.all().into_iter().map(|f| {
+        let registration = is_registration(&f);
+        let mut frames = f.frames;
+        if registration {
+            // Where memory happens to be.
+            frames[5..8].fill(Default::default());
+        }
+        frames
+    });
+    frames.collect()
 }
 
 #[test]

@@ -163,7 +163,9 @@ fn r_f6_negative_control_late_metadata_of_0_5_23_directs_the_new_life() {
 /// An ACK says that nothing of a life can land any more, so metadata that the ABORT overtook must not count any more.
 #[test]
 fn r_f6_metadata_that_its_abort_overtook_is_dead() {
-    for (spec, writes) in [(WorldSpec::default(), false), (WorldSpec { decode_ext: false, ..WorldSpec::default() }, true)] {
+    for (spec, writes) in
+        [(WorldSpec::default(), false), (WorldSpec { decode_ext: false, ..WorldSpec::default() }, true)]
+    {
         let mut w = World::new(spec);
         let rule = w.net.rule(Action::Hold, is_metadata);
         let r = w.receiver(0, 7);
@@ -223,7 +225,7 @@ fn r_f6_an_abort_of_life_2_waits_for_its_own_sender() {
     let mut w = held_world(WorldSpec::default());
     let (s, r, op) = in_flight(&mut w);
     // Decode's first life ends in the dark: its ABORT is lost. Its pages are held.
-    w.net.rule_times(Action::Drop, 1, is_abort);
+    w.net.rule_times(1, Action::Drop, is_abort);
     w.abort_d(0, &r);
     w.clear_d(0, &r);
     w.run();

@@ -103,7 +103,6 @@ impl Model {
                     assert!(if proven { all } else { late && !self.proof }, "released on nothing");
                 }
                 ReceiverEffect::Publish(_) => panic!("published twice"),
-                ReceiverEffect::Unproven => assert!(self.proof, "looks for proof that nobody asked for"),
                 ReceiverEffect::Forget
                 | ReceiverEffect::Changed
                 | ReceiverEffect::Stale

@@ -58,10 +58,20 @@ impl DecodeShard {
     }
 
     fn status(&mut self, now: Timestamp, status: KvStatus, ext: Option<Extension>, control: &mut dyn ControlPlane) {
-        let Some(&key) = Room::new(status.room).and_then(|r| self.by_room.get(&r)) else {
+        let room = Room::new(status.room);
+        let Some(&key) = room.and_then(|r| self.by_room.get(&r)) else {
+            if let (Some(room), true) = (room, mutant!(LateStatusCreatesRoom)) {
+                self.by_room.entry(room).or_default();
+            }
             return self.stats.messages_stale.inc();
         };
-        match self.source(key, status.prefill_rank, ext.as_ref()) {
+        let source = self.source(key, status.prefill_rank, ext.as_ref());
+        if matches!(source, Source::Ours(_)) && ext.is_some_and(|e| e.register_again) {
+            // It gave us up for others, or what we sent was lost. The next room registers.
+            self.drive(now, key, ReceiverEvent::Status(status), control);
+            return self.forget_peers_of(key, control);
+        }
+        match source {
             Source::Sglang => self.drive(now, key, ReceiverEvent::Status(status), control),
             Source::Ours(peer) if self.checks_tags_of(&peer) => {
                 self.drive(now, key, ReceiverEvent::StatusOf(status, ext.and_then(|e| e.tag)), control);

@@ -14,6 +14,7 @@ use crate::directory::{Directory, DirectoryEvent, DirectoryRequest, PrefillPeers
 use crate::hooks::ManagerHooks;
 use crate::ids::{PrefillRank, Room};
 use crate::limits::Limits;
+use crate::mutants::mutant;
 use crate::net::Endpoint;
 use crate::poll::KvPoll;
 use crate::room::{Failure, PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom, geometry};
@@ -98,6 +99,8 @@ struct Entry {
     bootstrap_addr: String,
     prefill_dp_rank: Option<u32>,
     armed: Option<Timestamp>,
+    /// When to look for proof that does not come by itself.
+    look_at: Option<Timestamp>,
     generation: Option<u64>,
     reported: bool,
 }
@@ -127,6 +130,13 @@ pub struct DecodeShard {
     malformed: MalformedLog,
     held_back: u32,
     stats: Arc<Stats>,
+}
+
+impl Entry {
+    /// When something is to be done for the room.
+    fn due(&self) -> Option<Timestamp> {
+        self.room.poll_timeout().into_iter().chain(self.look_at).min()
+    }
 }
 
 /// The rank that writes the metadata slot: last PP stage, first CP rank, lowest TP rank of those that write. One, so that
@@ -203,6 +213,9 @@ impl DecodeShard {
         control: &mut dyn ControlPlane,
         commands: &mut Vec<DecodeCommand>,
     ) -> NextWake {
+        if mutant!(DeadlineBeatsCompletion) {
+            self.timeouts(now, control);
+        }
         let mut inbox = std::mem::take(&mut self.inbox);
         control.recv(MAX_INBOX, &mut inbox);
         let again = inbox.len() >= MAX_INBOX;
@@ -226,7 +239,7 @@ impl DecodeShard {
             self.timeouts(now, control);
         }
         let at = [self.timers.next(), self.outgoing.poll_timeout(), tick].into_iter().flatten().min();
-        NextWake { at, in_flight: false, again }
+        NextWake { at, again, ..NextWake::default() }
     }
 
     fn command(&mut self, now: Timestamp, command: DecodeCommand, control: &mut dyn ControlPlane) {
@@ -278,6 +291,7 @@ impl DecodeShard {
             bootstrap_addr: bootstrap_addr.clone(),
             prefill_dp_rank,
             armed: None,
+            look_at: None,
             generation: None,
             reported: false,
         };
@@ -401,7 +415,7 @@ impl DecodeShard {
             entry.room.handle_event(now, event, &mut self.generation, &mut effects);
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
-            self.after(key);
+            self.after(now, key);
         }
     }
 
@@ -431,7 +445,6 @@ impl DecodeShard {
                         self.released_without_proof(key);
                     }
                 }
-                ReceiverEffect::Unproven => self.look_for_proof(now, key, control),
                 ReceiverEffect::Forget => self.forget_peers_of(key, control),
                 ReceiverEffect::Stale => self.stats.messages_stale.inc(),
                 ReceiverEffect::Violation(what) => {
@@ -572,15 +585,16 @@ impl DecodeShard {
     }
 
     /// Deadlines and the end of a room.
-    fn after(&mut self, key: RoomKey) {
+    fn after(&mut self, now: Timestamp, key: RoomKey) {
         let Some(e) = self.rooms.get_mut(key) else { return };
         if !e.room.finished() {
-            let Some(at) = e.room.poll_timeout() else { return };
+            e.look_at = e.room.awaits_proof().then(|| e.look_at.unwrap_or(now + proof::LOOK));
+            let Some(at) = e.due() else { return };
             if e.armed.is_none_or(|armed| at < armed) {
                 e.armed = Some(at);
                 let rooms = &self.rooms;
                 self.timers.arm(at, key, rooms.len(), |t, k| {
-                    rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.room.poll_timeout().is_some())
+                    rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.due().is_some())
                 });
             }
             return;
@@ -605,7 +619,8 @@ impl DecodeShard {
             }
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
-            self.after(key);
+            self.look_for_proof_if_due(now, key, control);
+            self.after(now, key);
         }
         for endpoint in self.outgoing.handle_timeout(now, control, &self.stats) {
             // It may have been the registration: the next room registers again.

@@ -5,10 +5,21 @@ use super::*;
 /// The same peers are asked for anew, for rooms that wait for proof, at most this often.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
+/// A room that waits for proof looks for it this often.
+pub(super) const LOOK: Duration = Duration::from_secs(30);
+
 impl DecodeShard {
+    pub(super) fn look_for_proof_if_due(&mut self, now: Timestamp, key: RoomKey, control: &mut dyn ControlPlane) {
+        let Some(e) = self.rooms.get_mut(key) else { return };
+        if e.room.awaits_proof() && e.look_at.is_some_and(|t| t <= now) {
+            e.look_at = Some(now + LOOK);
+            self.look_for_proof(now, key, control);
+        }
+    }
+
     /// A room waits for proof that does not come. Its ABORT goes out again, since it or the ACK may be lost, and a
     /// successor of the process answers it too. And the directory is asked, since a successor may listen elsewhere.
-    pub(super) fn look_for_proof(&mut self, now: Timestamp, key: RoomKey, control: &mut dyn ControlPlane) {
+    fn look_for_proof(&mut self, now: Timestamp, key: RoomKey, control: &mut dyn ControlPlane) {
         let contacted = self.rooms.get(key).map_or(0, |e| e.room.contacted());
         let generation = self.rooms.get(key).and_then(|e| e.room.armed_generation());
         self.send_abort(now, key, contacted, generation, control);

@@ -6,8 +6,22 @@ use crate::control::Multipart;
 use crate::ids::ProcessGeneration;
 use crate::wire::{RoomTag, WireError};
 
-/// The life a message to decode is about: decode's process, its number of the life, and with Success what was written.
-type About = (ProcessGeneration, u64, Option<RoomTag>);
+/// The life of a room on decode that a message is about.
+#[derive(Clone, Copy)]
+pub(super) struct About {
+    pub process: ProcessGeneration,
+    pub generation: u64,
+    /// With Success: what was written.
+    pub tag: Option<RoomTag>,
+    /// With Failed: decode must register first.
+    pub register_again: bool,
+}
+
+impl About {
+    pub fn life(process: ProcessGeneration, generation: u64) -> Self {
+        Self { process, generation, tag: None, register_again: false }
+    }
+}
 
 impl PrefillShard {
     pub(super) fn message(&mut self, now: Timestamp, frames: &[bytes::Bytes], control: &mut dyn ControlPlane) {
@@ -371,7 +385,7 @@ impl PrefillShard {
         }
         for target in due {
             let ack = AbortAck { room: room.get(), prefill_rank: self.config.rank, generation: target.generation };
-            let about = target.life.map(|l| (l.process, l.generation, None));
+            let about = target.life.map(|l| About::life(l.process, l.generation));
             let frames = self.hooks.dialect().encode_abort_ack(&ack);
             match frames.and_then(|frames| self.extended(MessageKind::AbortAck, frames, about)) {
                 Ok(frames) => {
@@ -385,8 +399,14 @@ impl PrefillShard {
 
     /// With our extension, when decode is ours and spoke of a life.
     fn extended(&self, kind: MessageKind, mut frames: Multipart, about: Option<About>) -> Result<Multipart, WireError> {
-        if let (Some(us), Some((process, generation, tag))) = (self.config.extension, about) {
-            let ext = Extension { to: Some(process), room_generation: Some(generation), tag, ..Extension::from(us) };
+        if let (Some(us), Some(about)) = (self.config.extension, about) {
+            let ext = Extension {
+                to: Some(about.process),
+                room_generation: Some(about.generation),
+                tag: about.tag,
+                register_again: about.register_again,
+                ..Extension::from(us)
+            };
             self.hooks.dialect().attach_extension(kind, &mut frames, &ext)?;
         }
         Ok(frames)
@@ -401,7 +421,7 @@ impl PrefillShard {
         reason: Arc<str>,
         control: &mut dyn ControlPlane,
     ) {
-        let about = d.life.map(|l| (l.process, l.generation, None));
+        let about = d.life.map(|l| About::life(l.process, l.generation));
         self.status(now, room, &d.endpoint, KvPoll::Failed, Some(reason), about, control);
     }
 
@@ -422,6 +442,8 @@ impl PrefillShard {
             prefill_rank: self.config.rank,
             reason: reason.map(|r| r.to_string()),
         };
+        let register_again = status == KvPoll::Failed && self.peers.at(to).is_none();
+        let about = about.map(|about| About { register_again, ..about });
         let dialect = self.hooks.dialect();
         let frames = dialect.encode_status(&message).map(|mut frames| {
             // Mooncake sends no reason to 0.5.23, but every dialect reads one, in the last frame.

@@ -40,6 +40,7 @@ impl PrefillShard {
             Outcome::Unresolved { .. } => self.stats.ops_unresolved.inc(),
         }
         match outcome.quiet() {
+            _ if mutant!(ForgetOpAtError) => drop(self.ops.remove(&op)),
             (true, true) => drop(self.ops.remove(&op)),
             quiet => self.retain(now, op, quiet),
         }
@@ -103,7 +104,7 @@ impl PrefillShard {
                 SenderEffect::Post(chunk, dest) => self.queue_post(Post { key, chunk, dest }),
                 SenderEffect::Status(to, status, reason) => self.status(now, room, &to, status, reason, None, control),
                 SenderEffect::StatusOf { to, life, status, reason, tag } => {
-                    let about = Some((life.process, life.generation, tag));
+                    let about = Some(About { tag, ..About::life(life.process, life.generation) });
                     self.status(now, room, &to, status, reason, about, control);
                 }
                 SenderEffect::Changed => changed = true,
