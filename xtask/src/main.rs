@@ -1,7 +1,8 @@
-//! Project tasks: `cargo xtask ci | demo | golden | bench`.
+//! Project tasks: `cargo xtask ci | demo | golden | bench | fuzz`.
 
 mod bench;
 mod ci;
+mod fuzz;
 mod golden;
 mod sh;
 
@@ -29,6 +30,8 @@ enum Task {
     },
     /// Check the golden vectors against their manifest, then run the golden tests.
     Golden(golden::GoldenArgs),
+    /// Fuzz every parser, the bootstrap routes, the rooms and the shards, each target for some time.
+    Fuzz(fuzz::FuzzArgs),
     /// Run the budget benchmarks; what follows is passed on. `--json`: the last line is an array of rows.
     Bench {
         /// Arguments of the benchmark program.
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
             Task::Ci(args) => ci::run(&args),
             Task::Demo { args } => demo(&args),
             Task::Golden(args) => golden::run(&args),
+            Task::Fuzz(args) => fuzz::run(&args),
             Task::Bench { args } => bench::run(&args),
         }
     });
