@@ -18,6 +18,7 @@ pub mod limits;
 #[cfg(all(feature = "control", feature = "bootstrap"))]
 pub mod manager;
 pub mod memory;
+pub mod mutants;
 pub mod net;
 pub mod plan;
 pub mod poll;

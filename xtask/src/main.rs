@@ -1,9 +1,10 @@
-//! Project tasks: `cargo xtask ci | demo | golden | bench | fuzz`.
+//! Project tasks: `cargo xtask ci | demo | golden | bench | model | fuzz`.
 
 mod bench;
 mod ci;
 mod fuzz;
 mod golden;
+mod model;
 mod sh;
 
 use std::process::ExitCode;
@@ -32,6 +33,8 @@ enum Task {
     Golden(golden::GoldenArgs),
     /// Fuzz every parser, the bootstrap routes, the rooms and the shards, each target for some time.
     Fuzz(fuzz::FuzzArgs),
+    /// Explore the rooms in every order of events, full size, and put the known faults back; Markdown tables.
+    Model,
     /// Run the budget benchmarks; what follows is passed on. `--json`: the last line is an array of rows.
     Bench {
         /// Arguments of the benchmark program.
@@ -48,6 +51,7 @@ fn main() -> ExitCode {
             Task::Demo { args } => demo(&args),
             Task::Golden(args) => golden::run(&args),
             Task::Fuzz(args) => fuzz::run(&args),
+            Task::Model => model::run(),
             Task::Bench { args } => bench::run(&args),
         }
     });
@@ -61,8 +65,8 @@ fn main() -> ExitCode {
 }
 
 fn demo(args: &[String]) -> sh::Result<ExitCode> {
-    let mut command = sh::cargo(["run", "--release", "--locked", "--quiet", "-p", "kv-transfer-cli", "--bin", "kvt"]);
+    let mut command = sh::cargo(["run", "--profile", "quick", "--locked", "-p", "kv-transfer-cli", "--bin", "kvt"]);
     command.args(["--", "demo"]).args(args);
-    eprintln!("building kvt (release) ...");
+    eprintln!("building kvt ...");
     sh::status(&mut command)
 }

@@ -23,7 +23,7 @@ pub use heartbeat::HeartbeatConfig;
 pub use http::{DirectoryHandle, EventSink, HttpDirectory};
 
 /// One prefill rank a decode rank talks to.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PrefillRecord {
     /// Its PULL socket.
     pub endpoint: Endpoint,
@@ -40,7 +40,7 @@ pub struct PrefillRecord {
 }
 
 /// Everything a decode rank needs to know about one prefill server, for one connection-pool key.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PrefillPeers {
     /// `host:port` of the bootstrap server.
     pub bootstrap_addr: String,

@@ -13,6 +13,7 @@ use crate::directory::{Directory, DirectoryEvent, DirectoryRequest, PrefillPeers
 use crate::hooks::ManagerHooks;
 use crate::ids::Room;
 use crate::limits::Limits;
+use crate::mutants::mutant;
 use crate::net::Endpoint;
 use crate::poll::KvPoll;
 use crate::room::{Failure, PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom};
@@ -178,6 +179,9 @@ impl DecodeShard {
         control: &mut dyn ControlPlane,
         commands: &mut Vec<DecodeCommand>,
     ) -> NextWake {
+        if mutant!(DeadlineBeatsCompletion) {
+            self.timeouts(now, control);
+        }
         let mut inbox = std::mem::take(&mut self.inbox);
         control.recv(MAX_INBOX, &mut inbox);
         let again = inbox.len() >= MAX_INBOX;
@@ -201,7 +205,7 @@ impl DecodeShard {
             self.timeouts(now, control);
         }
         let at = [self.timers.next(), self.outgoing.poll_timeout(), tick].into_iter().flatten().min();
-        NextWake { at, in_flight: false, again }
+        NextWake { at, again, ..NextWake::default() }
     }
 
     fn command(&mut self, now: Timestamp, command: DecodeCommand, control: &mut dyn ControlPlane) {
@@ -341,9 +345,15 @@ impl DecodeShard {
     }
 
     fn status(&mut self, now: Timestamp, status: KvStatus, control: &mut dyn ControlPlane) {
-        match Room::new(status.room).and_then(|r| self.by_room.get(&r)) {
+        let room = Room::new(status.room);
+        match room.and_then(|r| self.by_room.get(&r)) {
             Some(&key) => self.drive(now, key, ReceiverEvent::Status(status), control),
-            None => self.stats.messages_stale.inc(),
+            None => {
+                self.stats.messages_stale.inc();
+                if let (Some(room), true) = (room, mutant!(LateStatusCreatesRoom)) {
+                    self.by_room.entry(room).or_default();
+                }
+            }
         }
     }
 

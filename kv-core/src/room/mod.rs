@@ -32,7 +32,7 @@ use crate::error::{KvTransferError, UNKNOWN_REASON};
 use crate::ids::Room;
 
 /// The first cause of a failure.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Failure {
     /// What happened, naming the peer, the step and the time spent.
     pub reason: Arc<str>,

@@ -9,12 +9,13 @@ use super::{Failure, timed_out};
 use crate::directory::PrefillPeers;
 use crate::error::{ABORTED_REASON, PREFILL_DEAD_REASON};
 use crate::ids::{PrefillRank, Room};
+use crate::mutants::mutant;
 use crate::poll::KvPoll;
 use crate::time::Timestamp;
 use crate::wire::KvStatus;
 
 /// When the pages of a failed room are free again (requirement F4).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReleasePolicy {
     /// Every contacted prefill rank acked, or this time passed since the ABORT. Policy, not proof: counted as
     /// `released_without_proof`. The default towards SGLang 0.5.23 (30 s).
@@ -24,7 +25,7 @@ pub enum ReleasePolicy {
 }
 
 /// What a receiver room is made with.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ReceiverPolicy {
     /// From `send_metadata` to Success at most this long (D5).
     pub waiting_timeout: Duration,
@@ -33,7 +34,7 @@ pub struct ReceiverPolicy {
 }
 
 /// What `send_metadata()` publishes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PublishSpec {
     /// Destination pages.
     pub pages: Arc<[i32]>,
@@ -102,7 +103,7 @@ pub enum ReceiverEffect {
     Violation(&'static str),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Hold {
     /// No prefill rank knows the pages, or all of them are done with them.
     None,
@@ -115,7 +116,7 @@ enum Hold {
 }
 
 /// Decode's side of one room.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ReceiverRoom {
     room: Room,
     status: KvPoll,
@@ -177,6 +178,9 @@ impl ReceiverRoom {
 
     /// The pages are free: terminal, and no write of this room can land (or the release policy gave up waiting).
     pub fn releasable(&self) -> bool {
+        if mutant!(ReleaseAtAbort) {
+            return self.status.is_terminal();
+        }
         self.status.is_terminal() && matches!(self.hold, Hold::None | Hold::Released)
     }
 
@@ -204,6 +208,7 @@ impl ReceiverRoom {
         match (self.status, self.hold, self.policy.release) {
             (KvPoll::WaitingForInput, ..) => self.published.map(|t| t + self.policy.waiting_timeout),
             (_, Hold::Armed { since, .. }, ReleasePolicy::AckOrTimeout(d)) => Some(since + d),
+            (_, Hold::Armed { since, .. }, ReleasePolicy::Proof) if mutant!(ReleaseWithoutProof) => Some(since),
             _ => None,
         }
     }
@@ -261,6 +266,7 @@ impl ReceiverRoom {
                 if self.status.is_terminal() {
                     return;
                 }
+                let contacted = if error.is_some() && mutant!(PartialPublishForgotten) { 0 } else { contacted };
                 self.contacted = contacted;
                 if contacted > 0 {
                     self.hold = Hold::Published;
@@ -289,6 +295,9 @@ impl ReceiverRoom {
                 self.cleared = true;
                 let text = format!("cleared in {:?}, before the transfer ended", self.status);
                 self.fail(now, Failure::here(text), generation, out);
+                if mutant!(ReleaseAtClear) {
+                    self.hold = Hold::Released;
+                }
             }
         }
     }
@@ -304,10 +313,13 @@ impl ReceiverRoom {
     }
 
     fn status(&mut self, now: Timestamp, s: KvStatus, generation: &mut u64, out: &mut Vec<ReceiverEffect>) {
-        if self.status.is_terminal() {
+        if self.status.is_terminal()
+            && !(self.status == KvPoll::Success && s.status == KvPoll::Failed && mutant!(ReceiverLeavesSuccess))
+            && !(self.status == KvPoll::Failed && s.status == KvPoll::Success && mutant!(ReceiverLeavesFailed))
+        {
             return;
         }
-        if !self.expects(s.prefill_rank) {
+        if !self.expects(s.prefill_rank) && !mutant!(AcceptUnaskedRank) {
             return out.push(ReceiverEffect::Violation("status from a prefill rank that was not asked"));
         }
         match s.status {
@@ -315,19 +327,24 @@ impl ReceiverRoom {
                 out.push(ReceiverEffect::Violation("Success before metadata was published"));
             }
             KvPoll::Success => {
-                if !self.success.contains(&s.prefill_rank) {
+                if !self.success.contains(&s.prefill_rank) || mutant!(CountMessagesNotRanks) {
                     self.success.push(s.prefill_rank);
                 }
                 let required = self.peers.as_ref().map_or(u32::MAX, |p| p.required_prefill_response_num);
                 if self.success.len() as u64 >= u64::from(required) {
                     self.status = KvPoll::Success;
-                    self.hold = Hold::None;
+                    if !mutant!(SuccessKeepsPages) {
+                        self.hold = Hold::None;
+                    }
                     out.push(ReceiverEffect::Changed);
                 }
             }
             KvPoll::Failed => {
                 let text = s.reason.filter(|r| !r.is_empty()).unwrap_or_else(|| PREFILL_DEAD_REASON.to_owned());
                 self.fail(now, Failure::here(text), generation, out);
+                if mutant!(ReleaseAtFailedStatus) {
+                    self.hold = Hold::Released;
+                }
             }
             _ => out.push(ReceiverEffect::Violation("status that is neither Success nor Failed")),
         }
@@ -335,26 +352,31 @@ impl ReceiverRoom {
 
     fn abort_ack(&mut self, rank: PrefillRank, of: u64, out: &mut Vec<ReceiverEffect>) {
         match self.hold {
-            Hold::Armed { generation, .. } if generation == of => {}
+            Hold::Armed { generation, .. } if generation == of || mutant!(AckOfAnyGeneration) => {}
             // A duplicate, or later than the timeout (F20).
             Hold::Released => return out.push(ReceiverEffect::Stale),
             _ => return out.push(ReceiverEffect::Violation("ABORT_ACK of another generation")),
         }
-        if !self.unacked().any(|r| r == rank) {
+        if !self.unacked().any(|r| r == rank) && !mutant!(AckCountedTwice) {
             if !self.acks.contains(&rank) {
                 out.push(ReceiverEffect::Violation("ABORT_ACK from a prefill rank that was not contacted"));
             }
             return;
         }
         self.acks.push(rank);
-        if self.unacked().next().is_none() {
+        let counted = mutant!(AckCountedTwice) && self.acks.len() >= self.contacted;
+        if self.unacked().next().is_none() || counted || mutant!(OneAckReleases) {
             self.hold = Hold::Released;
             out.push(ReceiverEffect::Released { proven: true });
         }
     }
 
     fn fail(&mut self, now: Timestamp, failure: Failure, generation: &mut u64, out: &mut Vec<ReceiverEffect>) {
-        if self.status.is_terminal() {
+        if self.status == KvPoll::Failed && mutant!(ReceiverLastReasonWins) {
+            self.failure = Some(failure);
+            return;
+        }
+        if self.status.is_terminal() && !(self.status == KvPoll::Success && mutant!(ReceiverLeavesSuccess)) {
             return;
         }
         self.status = KvPoll::Failed;

@@ -9,13 +9,14 @@ use smallvec::SmallVec;
 use super::{Chunk, ChunkSpec, Failure, Progress, Ticket, timed_out};
 use crate::error::{ABORTED_BY_DECODE_REASON, ABORTED_REASON};
 use crate::ids::{OpId, Room};
+use crate::mutants::mutant;
 use crate::net::Endpoint;
 use crate::poll::KvPoll;
 use crate::time::Timestamp;
 use crate::transport::{Outcome, Settlement};
 
 /// When D is told that a room failed while one of its writes is unresolved (requirement B2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FailedStatusPolicy {
     /// At once: D holds the pages until the proof; only the ABORT_ACK is withheld. Between two of ours.
     AtOnce,
@@ -24,7 +25,7 @@ pub enum FailedStatusPolicy {
 }
 
 /// What a sender room is made with.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SenderPolicy {
     /// Bootstrapping may last this long (C8).
     pub bootstrap_timeout: Duration,
@@ -37,7 +38,7 @@ pub struct SenderPolicy {
 }
 
 /// One decode rank a room goes to: the metadata it sent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Destination {
     /// The id P counts distinct decodes by.
     pub name: Arc<str>,
@@ -100,7 +101,7 @@ pub enum SenderEffect {
 }
 
 /// Prefill's side of one room.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct SenderRoom {
     room: Room,
     status: KvPoll,
@@ -182,6 +183,9 @@ impl SenderRoom {
 
     /// The source pages are free: the room is terminal and nothing reads them any more.
     pub fn releasable(&self) -> bool {
+        if mutant!(SourceFreeAtTerminal) {
+            return self.status.is_terminal();
+        }
         self.status.is_terminal() && self.active().all(|c| c.progress.iter().all(|p| p.src_quiet()))
     }
 
@@ -200,6 +204,12 @@ impl SenderRoom {
 
     /// Whether (chunk, destination) may be posted now.
     pub fn wants_post(&self, chunk: u32, destination: usize) -> bool {
+        if mutant!(DoublePostOnRetry) {
+            return self.chunk(chunk).is_some_and(|c| c.progress.get(destination) != Some(&Progress::Done));
+        }
+        if mutant!(PostAfterFailure) && self.status == KvPoll::Failed {
+            return self.chunk(chunk).is_some_and(|c| c.progress.get(destination) == Some(&Progress::Todo));
+        }
         self.status == KvPoll::Transferring
             && self
                 .current
@@ -259,6 +269,9 @@ impl SenderRoom {
             SenderEvent::Fail(failure) => self.fail(now, failure, out),
             SenderEvent::Clear => {
                 self.cleared = true;
+                if mutant!(ClearForgetsRetained) {
+                    (self.retained, self.outstanding) = Default::default();
+                }
                 let text = format!("cleared in {:?}, before the transfer ended", self.status);
                 self.fail(now, Failure::here(text), out);
             }
@@ -327,7 +340,7 @@ impl SenderRoom {
     /// of chunks may have nothing to write.
     fn pump(&mut self, now: Timestamp, out: &mut Vec<SenderEffect>) {
         while self.current.is_none()
-            && matches!(self.status, KvPoll::WaitingForInput | KvPoll::Transferring)
+            && (matches!(self.status, KvPoll::WaitingForInput | KvPoll::Transferring) || mutant!(StartBeforeMetadata))
             && self.queue.front().is_some_and(|c| c.source_ready)
         {
             let Some(mut chunk) = self.queue.pop_front() else { return };
@@ -335,6 +348,9 @@ impl SenderRoom {
                 self.destinations.iter().map(|d| if d.is_dummy { Progress::Done } else { Progress::Todo }).collect();
             // F1: counted once, before its first post.
             self.outstanding.insert(chunk.ticket());
+            if mutant!(CountedTwice) {
+                self.outstanding.insert(Ticket { attempt: chunk.attempt + 1, ..chunk.ticket() });
+            }
             let id = chunk.id;
             for (i, p) in chunk.progress.iter().enumerate() {
                 if *p == Progress::Todo {
@@ -360,7 +376,10 @@ impl SenderRoom {
 
     fn set_progress(&mut self, chunk: u32, dest: usize, to: Progress) {
         if let Some(p) = self.progress_mut(chunk, dest) {
-            debug_assert_eq!(*p, Progress::Todo, "a post is legal only from Todo");
+            debug_assert!(
+                *p == Progress::Todo || mutant!(DoublePostOnRetry),
+                "a post is legal only from Todo, and this is {p:?}"
+            );
             *p = to;
         }
     }
@@ -379,6 +398,10 @@ impl SenderRoom {
                 return;
             }
             Outcome::Failed { src_quiet: true, dst_quiet: true, error } => {
+                *p = Progress::Quiet;
+                error
+            }
+            Outcome::Failed { error, .. } if mutant!(ErrorProvesQuiet) => {
                 *p = Progress::Quiet;
                 error
             }
@@ -436,7 +459,7 @@ impl SenderRoom {
     fn finish_current(&mut self, now: Timestamp, out: &mut Vec<SenderEffect>) {
         let Some(chunk) = self.current.take_if(|c| c.all_done()) else { return };
         self.discharge(chunk.ticket(), out);
-        if chunk.spec.is_last {
+        if chunk.spec.is_last || mutant!(SuccessAfterAnyChunk) {
             self.status = KvPoll::Success;
             self.concluded = Some(now);
             self.tell_all(KvPoll::Success, None, out);
@@ -446,22 +469,31 @@ impl SenderRoom {
 
     fn discharge(&mut self, ticket: Ticket, out: &mut Vec<SenderEffect>) {
         if self.outstanding.remove(&ticket) && self.outstanding.is_empty() {
-            out.push(SenderEffect::Drained);
+            if !mutant!(DrainNotSaid) {
+                out.push(SenderEffect::Drained);
+            }
             self.tell_failed(out);
         }
     }
 
     fn fail(&mut self, now: Timestamp, failure: Failure, out: &mut Vec<SenderEffect>) {
-        if self.status.is_terminal() {
+        if self.status == KvPoll::Failed && mutant!(SenderLastReasonWins) {
+            self.failure = Some(failure);
+            return;
+        }
+        if self.status.is_terminal() && !(self.status == KvPoll::Success && mutant!(SenderLeavesSuccess)) {
             return;
         }
         self.status = KvPoll::Failed;
         self.concluded = Some(now);
         self.failure = Some(failure);
         self.queue.clear();
+        if mutant!(PopAllOnFailure) {
+            self.outstanding.clear();
+        }
         if let Some(mut chunk) = self.current.take() {
             // F2: what was never posted has no write; what was posted keeps the chunk counted.
-            for p in chunk.progress.iter_mut().filter(|p| **p == Progress::Todo) {
+            for p in chunk.progress.iter_mut().filter(|p| **p == Progress::Todo && !mutant!(PostAfterFailure)) {
                 *p = Progress::Quiet;
             }
             let (ticket, quiet) = (chunk.ticket(), chunk.quiet());
@@ -476,7 +508,9 @@ impl SenderRoom {
     }
 
     fn tell_failed(&mut self, out: &mut Vec<SenderEffect>) {
-        let may = self.policy.failed_status == FailedStatusPolicy::AtOnce || self.outstanding.is_empty();
+        let may = self.policy.failed_status == FailedStatusPolicy::AtOnce
+            || self.outstanding.is_empty()
+            || mutant!(FailedBeforeSettled);
         if self.status == KvPoll::Failed && may && !self.failed_sent {
             self.failed_sent = true;
             let reason = self.failure.as_ref().map(|f| f.reason.clone());

@@ -9,6 +9,7 @@ mod early;
 mod network;
 mod peers;
 mod proof;
+mod pushed;
 mod reuse;
 mod robustness;
 mod shapes;

@@ -71,6 +71,8 @@ fn cat_f45_late_messages_for_cleared_rooms_create_nothing() {
     let (s, r) = w.open(7, &[3]);
     w.send(0, &s[0], &[0], 0, true);
     w.run();
+    // Another room lives meanwhile; none of it is about that one.
+    let (other_s, other_r) = w.open(8, &[5]);
     w.close(&s, &r);
     let (p, d) = (w.p[0].endpoint.clone(), w.d[0].endpoint.clone());
     for status in ["0", "4"] {
@@ -80,6 +82,8 @@ fn cat_f45_late_messages_for_cleared_rooms_create_nothing() {
     w.net.inject(&d, ["CHUNK_READY", "7", "0", "0", "1", "d", "0"].map(str::to_owned));
     w.net.inject(&p, ["ABORT", "7", "10.0.1.1", "7000", "5"].map(str::to_owned));
     w.run();
+    assert_eq!((polls(&other_s), polls(&other_r)), (vec![2], vec![2]));
+    w.close(&other_s, &other_r);
     w.assert_nothing_held();
     // And nothing of it shows in the next life.
     let (s, r) = w.open(7, &[4]);
@@ -87,6 +91,28 @@ fn cat_f45_late_messages_for_cleared_rooms_create_nothing() {
     w.run();
     assert_eq!((s[0].poll(), r[0].poll()), (SUCCESS, SUCCESS));
     end(&mut w, &s, &r);
+}
+
+#[test]
+fn cat_f45_a_cleared_room_that_still_holds_its_pages_hears_acks_only() {
+    let mut w = held_world(WorldSpec::default());
+    let (s, r, op) = in_flight(&mut w);
+    w.clear_d(0, &r);
+    w.run();
+    let stale = w.d[0].stats.messages_stale.get();
+    for status in ["0", "4"] {
+        w.net.inject(&w.d[0].endpoint, ["KV_STATUS", "7", status, "0", "late"].map(str::to_owned));
+    }
+    w.run();
+    assert_eq!(w.d[0].stats.messages_stale.get(), stale + 2);
+    assert_eq!(reason(&r), "cleared in WaitingForInput, before the transfer ended");
+    assert!(!r.releasable());
+    w.p[0].transport.complete(op);
+    w.run();
+    assert!(r.releasable());
+    w.clear_p(0, &s);
+    w.run();
+    w.assert_nothing_held();
 }
 
 #[test]

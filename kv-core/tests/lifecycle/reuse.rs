@@ -35,6 +35,29 @@ fn r_f6_a_new_life_does_not_reset_what_the_old_one_has_in_flight() {
 }
 
 #[test]
+fn r_f6_an_abort_of_the_new_life_waits_for_the_writes_of_the_old_one() {
+    let mut w = held_world(WorldSpec::default());
+    let (s, r, op) = in_flight(&mut w);
+    w.p[0].transport.unresolve(op);
+    w.run();
+    w.clear_p(0, &s);
+    let s2 = w.sender(0, 7);
+    w.run();
+    w.net.inject(&w.p[0].endpoint, ["ABORT", "7", "10.9.9.9", "1", "5"].map(str::to_owned));
+    w.run();
+    assert_eq!((s2.poll(), w.p[0].stats.abort_acks_out.get()), (FAILED, 0));
+    w.clear_p(0, &s2);
+    w.run();
+    assert_eq!(w.p[0].shard.held().undrained, 1);
+    w.p[0].transport.settle(op, true, true);
+    w.run();
+    assert_eq!(w.p[0].stats.abort_acks_out.get(), 2);
+    w.clear_d(0, &r);
+    w.run();
+    w.assert_nothing_held();
+}
+
+#[test]
 fn r_f6_commands_of_an_old_handle_do_not_reach_the_new_life() {
     let mut w = world();
     let (s, r) = w.open(7, &[3]);

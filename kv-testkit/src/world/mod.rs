@@ -26,7 +26,7 @@ mod spec;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::engine::{DecodeCommand, DecodeHeld, PrefillCommand, PrefillHeld, RoomShared};
+use kv_core::engine::{DecodeCommand, DecodeHeld, EventQueue, PrefillCommand, PrefillHeld, RoomShared};
 use kv_core::event::WaitEvent;
 use kv_core::ids::Room;
 use kv_core::room::{ChunkSpec, PublishSpec};
@@ -58,6 +58,8 @@ pub struct World {
     pub d: Vec<DecodeNode>,
     /// When set, the nodes are stepped in an order drawn anew each round.
     pub order: Option<Rng>,
+    /// When set, rooms made from then on put their changes here.
+    pub events: Option<Arc<EventQueue>>,
     lives: u64,
 }
 
@@ -81,7 +83,7 @@ impl World {
         let d = (0..spec.decodes)
             .map(|i| DecodeNode::new(&spec, &clock, &net, &fabric, i, &format!("decode-{i}")))
             .collect();
-        Self { spec, clock, net, fabric, p, d, order: None, lives: 0 }
+        Self { spec, clock, net, fabric, p, d, order: None, events: None, lives: 0 }
     }
 
     /// Let the process of decode rank `d` end and another one, named `name`, start at its address.
@@ -100,7 +102,7 @@ impl World {
 
     fn life(&mut self, room: u64) -> Arc<RoomShared> {
         self.lives += 1;
-        RoomShared::new(Room::new(room).expect("a room number"), self.lives, None)
+        RoomShared::new(Room::new(room).expect("a room number"), self.lives, self.events.clone())
     }
 
     /// A sender on prefill rank `p`.

@@ -24,6 +24,7 @@ use crate::hooks::ManagerHooks;
 use crate::ids::{OpId, PrefillRank, Room};
 use crate::layout::{LocalLayout, Pairing, PeerLayout};
 use crate::limits::Limits;
+use crate::mutants::mutant;
 use crate::net::Endpoint;
 use crate::plan::{Planner, WritePlan, dst_slice};
 use crate::poll::KvPoll;
@@ -140,6 +141,7 @@ pub struct PrefillShard {
     ready_peers: VecDeque<Arc<str>>,
     ops: HashMap<OpId, OpRef>,
     next_op: u64,
+    posted_at: Timestamp,
     timers: Timers<RoomKey>,
     outgoing: Outgoing,
     work: VecDeque<(RoomKey, SenderEvent)>,
@@ -160,6 +162,10 @@ const RECONNECT_MIN: Duration = Duration::from_secs(1);
 const RECONNECT_MAX: Duration = Duration::from_secs(60);
 /// A busy lane is tried again after this time, news or not.
 const BUSY_RETRY: Duration = Duration::from_millis(1);
+/// How long after the last post the end of [`LOOK_OPS`] writes of [`LOOK_BYTES`] is looked for without sleeping.
+const LOOK: Duration = Duration::from_micros(50);
+const LOOK_OPS: usize = 4;
+const LOOK_BYTES: u64 = 64 << 10;
 
 impl PrefillShard {
     /// A shard without rooms.
@@ -192,6 +198,7 @@ impl PrefillShard {
             ready_peers: VecDeque::new(),
             ops: HashMap::new(),
             next_op: 0,
+            posted_at: Timestamp::default(),
             timers: Timers::new(),
             outgoing: Outgoing::default(),
             work: VecDeque::new(),
@@ -273,7 +280,14 @@ impl PrefillShard {
             // A lane that is busy without anything in flight has no news to wake us with.
             at = at.into_iter().chain([now + BUSY_RETRY]).min();
         }
-        NextWake { at, in_flight: !self.ops.is_empty(), again }
+        NextWake { at, in_flight: !self.ops.is_empty(), again, look_until: self.look_until() }
+    }
+
+    /// Worth it only for a few small writes: of many, some are always done, and large ones take their time.
+    fn look_until(&self) -> Option<Timestamp> {
+        let few = !self.ops.is_empty() && self.ops.len() <= LOOK_OPS;
+        (few && self.ops.values().all(|op| op.bytes <= LOOK_BYTES && op.retained.is_none()))
+            .then(|| self.posted_at + LOOK)
     }
 
     fn poll_timeout(&self) -> Option<Timestamp> {
@@ -320,6 +334,9 @@ impl PrefillShard {
         let key = self.rooms.insert(Entry { room: machine, shared, armed: None, reported: false });
         self.by_room.insert(room, key);
         self.tombstones.remove(&room);
+        if mutant!(ReuseResetsOutstanding) {
+            self.undrained.remove(&room);
+        }
         self.stats.rooms_created.inc();
         self.stats.rooms_live.set(self.rooms.len() as u64);
         self.rearm(key);
@@ -357,7 +374,12 @@ impl PrefillShard {
         let Some(key) = self.find(shared) else { return };
         self.by_room.remove(&shared.room());
         // Registered before the event, so that an ACK that becomes due waits for this life too.
-        self.undrained.entry(shared.room()).or_default().push(key);
+        if !mutant!(AckIgnoresClearedLives) {
+            self.undrained.entry(shared.room()).or_default().push(key);
+        }
+        if mutant!(ForgetAckTargetsAtClear) {
+            self.pending_acks.remove(&shared.room());
+        }
         self.drive(now, key, SenderEvent::Clear, control);
         if let Some(f) = shared.failure() {
             self.bury(now, shared.room(), f.reason.clone());

@@ -40,6 +40,7 @@ impl PrefillShard {
             Outcome::Unresolved { .. } => self.stats.ops_unresolved.inc(),
         }
         match outcome.quiet() {
+            _ if mutant!(ForgetOpAtError) => drop(self.ops.remove(&op)),
             (true, true) => drop(self.ops.remove(&op)),
             quiet => {
                 r.retained = Some(quiet);
