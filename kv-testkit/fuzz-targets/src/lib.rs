@@ -17,6 +17,8 @@
 mod bootstrap;
 pub mod corpus;
 pub mod driver;
+#[cfg(feature = "mutants")]
+pub mod faults;
 mod input;
 mod kvt;
 mod layout;

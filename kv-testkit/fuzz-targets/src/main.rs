@@ -6,6 +6,7 @@
 //! kv-fuzz words TARGET                           its words, as a libFuzzer dictionary
 //! kv-fuzz run TARGET SECONDS SEED DIRECTORY      fuzz from the corpus; crashes go into the directory
 //! kv-fuzz try TARGET FILE..                      run these inputs
+//! kv-fuzz hunt SECONDS SEED                      (feature `mutants`) inputs for known faults that the corpus misses
 //! ```
 
 use std::fs;
@@ -52,6 +53,11 @@ fn command(args: &[&str]) -> Result<bool, String> {
             let number = |text: &str| text.parse::<u64>().map_err(|_| format!("'{text}' is not a number"));
             run(find(name)?, Duration::from_secs(number(seconds)?), number(seed)?, Path::new(dir))
         }
+        #[cfg(feature = "mutants")]
+        ["hunt", seconds, seed] => {
+            let number = |text: &str| text.parse::<u64>().map_err(|_| format!("'{text}' is not a number"));
+            hunt(Duration::from_secs(number(seconds)?), number(seed)?).map_err(|e| e.to_string())
+        }
         ["try", name, files @ ..] => {
             let target = find(name)?;
             for file in files {
@@ -89,4 +95,28 @@ fn run(target: &Target, time: Duration, seed: u64, dir: &Path) -> Result<bool, S
         report.crashes.len()
     );
     Ok(report.crashes.is_empty())
+}
+
+#[cfg(feature = "mutants")]
+fn hunt(time: Duration, seed: u64) -> std::io::Result<bool> {
+    use kv_fuzz::faults;
+    std::panic::set_hook(Box::new(|_| {}));
+    let mut all = true;
+    for mutant in faults::ALL {
+        if faults::found_by(*mutant)?.is_some() {
+            continue;
+        }
+        match faults::hunt(*mutant, time, seed)? {
+            Some((target, input)) => {
+                let path = corpus::dir(target).join(corpus::file_name("fault", &input));
+                fs::write(&path, &input)?;
+                println!("{mutant:?}: {} bytes in {}", input.len(), target.name);
+            }
+            None => {
+                all = false;
+                println!("{mutant:?}: not found");
+            }
+        }
+    }
+    Ok(all)
 }

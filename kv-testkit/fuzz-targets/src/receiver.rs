@@ -164,7 +164,7 @@ impl Model {
             match e {
                 ReceiverEffect::Abort { contacted, generation } => {
                     self.aborts += 1;
-                    let knows = self.room.published().is_some();
+                    let knows = self.contacted > 0;
                     assert_eq!(generation.is_some(), knows);
                     assert_eq!(*contacted, if knows { self.contacted } else { self.records } as usize);
                     self.armed_at = generation.map(|_| self.now);
@@ -191,7 +191,7 @@ impl Model {
         }
         let free = match poll {
             KvPoll::Success => true,
-            KvPoll::Failed => room.published().is_none() || self.released == 1,
+            KvPoll::Failed => self.contacted == 0 || self.released == 1,
             _ => false,
         };
         assert_eq!(room.releasable(), free);

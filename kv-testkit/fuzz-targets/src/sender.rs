@@ -251,6 +251,8 @@ impl Model {
         assert!(poll == KvPoll::Failed || poll >= self.seen, "{:?} -> {poll:?}", self.seen);
         assert!(unquiet == 0 || self.room.outstanding() > 0, "{unquiet} writes are not quiet, and nothing is counted");
         assert!(self.room.outstanding() <= 1, "one chunk at a time (B2)");
+        let heard = !self.room.destinations().is_empty();
+        assert!(heard || matches!(poll, KvPoll::Bootstrapping | KvPoll::Failed), "{poll:?} before any metadata");
         let reading = self.ops.values().any(|o| !o.src_quiet);
         if poll.is_terminal() {
             assert_eq!(self.room.outstanding() > 0, unquiet > 0);

@@ -57,6 +57,8 @@ struct Sim {
     sent: BTreeMap<u64, Vec<Vec<u8>>>,
     opened: usize,
     restarts: usize,
+    /// A room number was used again on prefill while decode still held its old life: bytes of either may arrive.
+    mixed: bool,
     /// Messages were made up: their receivers are free to believe them.
     forged: bool,
     /// Proof was withheld for good: something stays held, and rightly so.
@@ -119,6 +121,7 @@ impl Sim {
             sent: BTreeMap::new(),
             opened: 0,
             restarts: 0,
+            mixed: false,
             forged: false,
             stuck: false,
             lossy: false,
@@ -200,7 +203,11 @@ impl Sim {
             return;
         }
         let kind = i.u8();
-        let number = if kind & 4 != 0 { self.free_number() } else { None }.unwrap_or(100 + self.opened as u64);
+        let mut number = if kind & 4 != 0 { self.free_number() } else { None }.unwrap_or(100 + self.opened as u64);
+        if kind & 19 == 18 && !self.p.is_empty() {
+            number = self.p[i.below(self.p.len())].number;
+            self.mixed = true;
+        }
         let first = (self.opened * REQUEST) as i32;
         let pages = [first, first + 1];
         self.opened += 1;
@@ -423,7 +430,7 @@ impl Sim {
         }
         for life in &mut self.d {
             let succeeded = life.seen != KvPoll::Success && life.shared.poll() == KvPoll::Success;
-            if succeeded && !self.forged && self.w.p.len() == 1 {
+            if succeeded && !self.forged && !self.mixed && self.w.p.len() == 1 {
                 let node = &self.w.d[life.node];
                 let held: Vec<_> = (0..node.entries).flat_map(|e| life.pages.map(|page| node.page(e, page))).collect();
                 assert_eq!(Some(&held), self.sent.get(&life.number), "Success over other bytes: room {}", life.number);
@@ -526,7 +533,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let (abort_p, abort_d) = ([6, 0, 0], [7, 0, 0]);
     let unresolve = [10, 0, 0, 0, 0];
     let settle = [13, 0, 0, 4, 0];
-    let scripts: [&[&[u8]]; 12] = [
+    let scripts: [&[&[u8]]; 15] = [
         &[&open, &send, &done, &clear_p, &clear_d],
         &[&open, &send_one, &done, &send_one, &done, &clear_p, &clear_d, &[0, 12, 0], &send, &done],
         &[&open, &send, &abort_d, &done],
@@ -538,6 +545,9 @@ pub fn seeds() -> Vec<Vec<u8>> {
         &[&open, &[2, 0, 14, 0], &[26, 0, 0], &done, &clear_p],
         &[&open, &send, &[18, 0, 2, 0, 1, 4, 0, 0], &done],
         &[&[25, 0, 4, 0], &open, &send, &[20, 80, 0], &settle],
+        &[&open, &send, &abort_d, &clear_p, &done],
+        &[&open, &send, &unresolve, &clear_p, &[0, 18, 0, 0], &[7, 0, 0], &settle],
+        &[&[15, 0, 4, 2, 0, 0], &open, &send, &clear_p, &[0, 18, 0, 0], &[17, 0], &done],
         &[&open, &open, &send, &send_one, &abort_p, &abort_d, &done, &[27, 0, 0]],
     ];
     (0u8..)
