@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::driver::protocol::TcpPath;
+use crate::model::DEFAULT_PAGE_TOKENS;
 use crate::pool::PageOrder;
 use crate::shape::Shape;
 
@@ -76,6 +77,9 @@ pub struct WorkloadArgs {
     /// Preset (Qwen3-0.6B, Qwen3-8B, Llama-3.1-70B, DeepSeek-V3) or the path of a HuggingFace config.json.
     #[arg(long, default_value = "Qwen3-0.6B")]
     pub model: String,
+    /// Tokens in a page: a part of the trace's blocks of 512.
+    #[arg(long, value_name = "TOKENS", default_value_t = DEFAULT_PAGE_TOKENS)]
+    pub page_tokens: u32,
     /// How many requests of the trace.
     #[arg(long, default_value_t = 32)]
     pub requests: usize,
@@ -253,6 +257,18 @@ mod tests {
             "kvt wire decode --dialect mori frames.txt",
         ] {
             Cli::try_parse_from(line.split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));
+        }
+    }
+
+    /// The block of commands in README.md: each line is a command, then, behind two blanks, what it is for.
+    #[test]
+    fn reads_the_commands_of_the_readme() {
+        let readme = include_str!("../../README.md");
+        let lines: Vec<_> = readme.lines().filter(|l| l.starts_with("kvt ")).collect();
+        assert!(lines.len() >= 8, "{lines:?}");
+        for line in lines {
+            let command = line.split("  ").next().unwrap_or(line);
+            Cli::try_parse_from(command.split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));
         }
     }
 

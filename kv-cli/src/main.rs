@@ -4,7 +4,9 @@ use std::io;
 use std::process::ExitCode;
 
 use clap::Parser as _;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 fn main() -> ExitCode {
     if let Some(code) = kv_cli::commands::doctor::probe_child() {
@@ -12,8 +14,10 @@ fn main() -> ExitCode {
     }
     let cli = kv_cli::cli::Cli::parse();
     // Standard output is for results (and, in a worker, for events).
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+    // RUST_LOG: a level, or `target=level` by commas.
+    let filter = std::env::var("RUST_LOG").ok().and_then(|text| text.parse::<Targets>().ok());
+    let filter = filter.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
+    tracing_subscriber::registry().with(tracing_subscriber::fmt::layer().with_writer(io::stderr)).with(filter).init();
     match kv_cli::run(cli) {
         Ok(code) => code,
         Err(e) => {

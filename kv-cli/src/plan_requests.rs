@@ -110,6 +110,21 @@ impl Plan {
         Ok(Self { requests: planned, waves })
     }
 
+    /// A number that two plans share only when they hold the same requests (FNV-1a over lengths and blocks).
+    pub fn digest(&self) -> u64 {
+        let mut hash = 0xcbf2_9ce4_8422_2325u64;
+        let mut add = |word: u64| {
+            for byte in word.to_le_bytes() {
+                hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+            }
+        };
+        for request in &self.requests {
+            add(u64::from(request.tokens));
+            request.blocks.iter().copied().for_each(&mut add);
+        }
+        hash
+    }
+
     /// Requests that were cut.
     pub fn clamped(&self) -> usize {
         self.requests.iter().filter(|r| r.clamped_from.is_some()).count()

@@ -56,6 +56,10 @@ fn a_port_in_use() {
     let port = taken.local_addr().unwrap().port().to_string();
     let e = error(&["bootstrap", "--host", "127.0.0.1", "--port", &port]);
     assert!(e.contains(&format!("cannot listen on 127.0.0.1:{port}")), "{e}");
+    let e = error(&["prefill", "--serve-bootstrap", &format!("127.0.0.1:{port}"), "--pool-mib", "64"]);
+    assert!(e.contains(&format!("cannot listen on 127.0.0.1:{port}")) && e.contains("another port"), "{e}");
+    let e = error(&["replay", "--bootstrap-port", &port, "--pool-mib", "64", "--requests", "1"]);
+    assert!(e.contains(&format!("cannot listen on 127.0.0.1:{port}")), "{e}");
 }
 
 #[test]
@@ -67,6 +71,44 @@ fn an_unreachable_bootstrap() {
     assert!(e.contains(&format!("the bootstrap server at {at} cannot be reached")), "{e}");
     let e = error(&["prefill", "--bootstrap", "nonsense"]);
     assert!(e.contains("--bootstrap nonsense is no HOST:PORT"), "{e}");
+}
+
+/// The last lines of a prefill and a decode that were started apart. Both end, neither well.
+fn both(prefill: &[&str], decode: &[&str]) -> [String; 2] {
+    // A port that was just free; should another program take it meanwhile, prefill says so.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let common = ["--pool-mib", "64", "--max-tokens", "256"];
+    std::thread::scope(|scope| {
+        let p = scope.spawn(|| error(&[&["prefill", "--serve-bootstrap", &at], &common[..], prefill].concat()));
+        let d = error(&[&["decode", "--bootstrap", &at], &common[..], decode].concat());
+        [p.join().unwrap(), d]
+    })
+}
+
+/// R-A4, F72: each field that differs, with both values, on both sides, and nobody waits for anybody.
+#[test]
+fn workloads_that_differ_end_both_sides_with_both_values() {
+    let file = |name: &str, layers: u32, dtype: &str| {
+        let mut file = tempfile::Builder::new().suffix(".json").tempfile().unwrap();
+        let heads = r#""num_key_value_heads":2,"head_dim":8"#;
+        writeln!(file, r#"{{"name":"{name}","num_hidden_layers":{layers},{heads},"dtype":"{dtype}"}}"#).unwrap();
+        file
+    };
+    let (base, deep, fp8) = (file("a", 2, "bfloat16"), file("b", 3, "bfloat16"), file("a", 2, "float8_e4m3fn"));
+    let [base, deep, fp8] = [&base, &deep, &fp8].map(|f| f.path().to_str().unwrap());
+    for (decode, wanted) in [
+        (&["--model", deep][..], "model is a on prefill and b on decode, layers is 2 on prefill and 3 on decode"),
+        (&["--model", fp8], "bytes a value is 2 on prefill and 1 on decode"),
+        (&["--model", base, "--page-tokens", "32"], "page_size is 64 on prefill and 32 on decode"),
+        (&["--model", base, "--tp-size", "2"], "tp_size is 1 on prefill and 2 on decode"),
+        (&["--model", base, "--seed", "9"], "pattern is keyed, seed 1 on prefill and keyed, seed 9 on decode"),
+        (&["--model", base, "--requests", "1"], "requests is 32 on prefill and 1 on decode"),
+    ] {
+        for line in both(&["--model", base], decode) {
+            assert!(line.contains(wanted), "{wanted}: {line}");
+        }
+    }
 }
 
 #[test]

@@ -61,8 +61,8 @@ fn main() -> ExitCode {
 }
 
 fn demo(args: &[String]) -> sh::Result<ExitCode> {
-    let mut command = sh::cargo(["run", "--release", "--locked", "--quiet", "-p", "kv-transfer-cli", "--bin", "kvt"]);
+    let mut command = sh::cargo(["run", "--profile", "quick", "--locked", "-p", "kv-transfer-cli", "--bin", "kvt"]);
     command.args(["--", "demo"]).args(args);
-    eprintln!("building kvt (release) ...");
+    eprintln!("building kvt ...");
     sh::status(&mut command)
 }

@@ -2,22 +2,13 @@
 
 use std::process::ExitCode;
 
-use kv_core::bootstrap::{BootstrapConfig, BootstrapServer};
-
 use crate::cli::BootstrapArgs;
+use crate::driver::agreement;
 use crate::error::{CliError, Result};
-
-/// Bind a registry; the error names the address and says what to do.
-pub fn bind(host: &str, port: u16) -> Result<BootstrapServer> {
-    BootstrapServer::bind(host, port, BootstrapConfig::default()).map_err(|e| {
-        CliError::new(format!("cannot listen on {}: {}", e.addr, e.source))
-            .hint("choose another port (0 takes a free one), or end the program that has it")
-    })
-}
 
 /// Run it.
 pub fn run(args: &BootstrapArgs, json: bool) -> Result<ExitCode> {
-    let server = bind(&args.host, args.port)?;
+    let server = agreement::serve(&args.host, args.port)?;
     let addr = server.local_addr();
     if json {
         println!("{}", serde_json::json!({ "ok": true, "address": addr.to_string() }));
@@ -44,7 +35,7 @@ fn wait_for_signal() -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::driver::agreement::serve as bind;
 
     #[test]
     fn a_port_in_use_is_named() {

@@ -7,17 +7,18 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::cli::{DemoArgs, PatternArg, ReplayArgs, WorkloadArgs};
+use crate::driver::agreement::Stated;
 use crate::driver::fleet::{Fleet, FleetEvent};
 use crate::driver::protocol::{BootstrapAt, FromWorker, Role, TcpPath, WorkerConfig};
 use crate::driver::scheduler::{Progress, RunConfig, Scheduler};
 use crate::error::{CliError, Result};
 use crate::memory::mem_available;
-use crate::model::ModelSpec;
+use crate::model::{KvKind, ModelSpec};
 use crate::pattern::Pattern;
 use crate::plan_requests::{Budget, Plan};
 use crate::report::Recorder;
 use crate::shape::{Rank, Shape};
-use crate::trace::TraceSource;
+use crate::trace::{BLOCK_TOKENS, TraceSource};
 
 /// How long a rank may take from its start until it is ready for peers: first touch of its memory is most of it.
 pub const START_TIMEOUT: Duration = Duration::from_secs(180);
@@ -43,7 +44,11 @@ pub struct Workload {
 impl Workload {
     /// Read, check and plan; says aloud on standard error what is cut. `sides` run on this machine.
     pub fn prepare(args: &WorkloadArgs, shape: Shape, sides: u32, seed: u64, pattern: PatternArg) -> Result<Self> {
-        let model = ModelSpec::resolve(&args.model)?;
+        if args.page_tokens == 0 || !BLOCK_TOKENS.is_multiple_of(args.page_tokens) {
+            return Err(CliError::new(format!("--page-tokens {} does not divide {BLOCK_TOKENS}", args.page_tokens))
+                .hint("a trace's blocks are 512 tokens: use 1, 2, 4 .. 512"));
+        }
+        let model = ModelSpec { page_tokens: args.page_tokens, ..ModelSpec::resolve(&args.model)? };
         for rank in shape.all_ranks() {
             model.rank_geometry(shape, rank)?;
         }
@@ -82,6 +87,44 @@ impl Workload {
             stall: STALL,
         };
         Ok(Self { model, plan, budget, run, tcp_path: args.tcp_path, heartbeat_s: args.heartbeat_s })
+    }
+
+    /// What both sides of two machines must have alike, by name.
+    pub fn stated(&self, max_tokens: Option<u32>, shape: Shape) -> Stated {
+        let model = &self.model;
+        let mut fields = vec![
+            ("model", model.name.clone()),
+            ("layers", model.layers.to_string()),
+            ("page_size", model.page_tokens.to_string()),
+            ("bytes a value", model.value_bytes.to_string()),
+        ];
+        match model.kv {
+            KvKind::Mha { kv_heads, head_dim } => fields.extend([
+                ("attention", "MHA".to_owned()),
+                ("kv_heads", kv_heads.to_string()),
+                ("head_dim", head_dim.to_string()),
+            ]),
+            KvKind::Mla { kv_lora_rank, rope_dim } => fields.extend([
+                ("attention", "MLA".to_owned()),
+                ("kv_lora_rank", kv_lora_rank.to_string()),
+                ("qk_rope_head_dim", rope_dim.to_string()),
+            ]),
+        }
+        fields.extend([
+            ("tp_size", shape.tp.to_string()),
+            ("pp_size", shape.pp.to_string()),
+            ("pool pages", self.run.pool_pages.to_string()),
+            ("requests", self.plan.requests.len().to_string()),
+            ("max-tokens", max_tokens.map_or("none".to_owned(), |n| n.to_string())),
+            ("trace digest", format!("{:016x}", self.plan.digest())),
+            ("share-src", self.run.share_src.to_string()),
+            ("probe", self.run.probe.to_string()),
+        ]);
+        fields.push(match self.run.pattern {
+            Pattern::Keyed { seed } => ("pattern", format!("keyed, seed {seed}")),
+            Pattern::Sglang => ("pattern", "sglang".to_owned()),
+        });
+        Stated::new(fields)
     }
 
     /// Configuration of one rank.

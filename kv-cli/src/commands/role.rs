@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::cli::{PatternArg, RoleArgs};
 use crate::commands::replay::{Bar, Workload, await_ready, finish};
+use crate::driver::agreement;
 use crate::driver::builtin::BuiltIn;
 use crate::driver::fleet::Fleet;
 use crate::driver::protocol::{BootstrapAt, Role};
@@ -41,11 +42,11 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
     if let BootstrapAt::Connect(at) = &bootstrap {
         await_registry(at, Duration::from_secs(args.connect_timeout))?;
     }
+    let (BootstrapAt::Connect(registry) | BootstrapAt::Serve(registry)) = bootstrap.clone();
     args.workload.pool_mib.get_or_insert(DEFAULT_POOL_MIB);
     let workload = Workload::prepare(&args.workload, shape, 1, seed, pattern)?;
     eprintln!(
-        "{role} {rank}: {} requests of {}, pools of {} pages; the other side needs the same --trace, --model, \
-         --requests, --max-tokens, --pool-mib, --seed and --pattern",
+        "{role} {rank}: {} requests of {}, pools of {} pages; the other side needs the same workload options",
         workload.plan.requests.len(),
         workload.model.name,
         workload.budget.pool_pages
@@ -53,8 +54,22 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
     let transport = &args.workload.transport;
     let mut fleet = Fleet::new();
     fleet.spawn_thread(Arc::new(BuiltIn), workload.worker(role, transport, shape, rank, bootstrap, &args.host))?;
-    if let Some(at) = await_ready(&mut fleet, 1)? {
+    let served = await_ready(&mut fleet, 1)?;
+    if let Some(at) = &served {
         eprintln!("bootstrap server on {at}");
+    }
+    let stated = workload.stated(args.workload.max_tokens, shape);
+    match role {
+        Role::Prefill => {
+            let at = served.as_ref().unwrap_or(&registry);
+            agreement::state(at, role, &stated)?;
+            // A decode that differs may come at any time before the first room is through.
+            agreement::watch(at.clone(), stated, |e| {
+                eprintln!("kvt: {}", e.one_line());
+                std::process::exit(1);
+            })?;
+        }
+        Role::Decode => agreement::agree(&registry, &stated, Duration::from_secs(args.connect_timeout))?,
     }
     let mut bar = Bar::new(workload.plan.requests.len() as u64);
     let recorder = Scheduler::new(&mut fleet, &workload.run, &mut bar)?.run(&workload.plan);

@@ -19,8 +19,9 @@ use kv_transfer::manager::{
 use kv_transfer::memory::MemoryOwner;
 use kv_transfer::topology::DecodeRank;
 use kv_transfer::transport::Transport;
-use kv_transfer::{KvPoll, Limits, Room};
+use kv_transfer::{KvPoll, Room};
 
+use crate::driver::agreement;
 use crate::driver::engine::{DecodeEngine, EngineEvent, PrefillEngine, PrefillStart};
 use crate::driver::protocol::{Arrived, BootstrapAt, FetchRoom, ServeRoom, WorkerConfig};
 use crate::driver::rows::{AUX_ROWS, AuxRows, ROW_BYTES};
@@ -147,8 +148,7 @@ pub fn prefill(config: &WorkerConfig, backend: Backend, memory: &Arc<KvMemory>) 
     let (server, addr) = match &config.bootstrap {
         BootstrapAt::Serve(addr) => {
             let (host, port) = split_host_port(addr).map_err(|e| failed("--serve-bootstrap", e))?;
-            let server = BootstrapServer::bind(host, port, Limits::default())
-                .map_err(|e| failed("cannot run the bootstrap server", e).hint("name another port, or 0 for any"))?;
+            let server = agreement::serve(host, port)?;
             let at = kv_transfer::bootstrap::address::join_host_port(host, server.local_addr().port());
             (Some(server), at)
         }

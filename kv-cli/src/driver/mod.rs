@@ -9,6 +9,7 @@
 //! that the pages are filled, also from another machine) → the clock runs while decode fetches the rooms → decode
 //! verifies every page. Fill and verification are outside the clock and reported apart.
 
+pub mod agreement;
 pub mod builtin;
 pub mod engine;
 pub mod fleet;

@@ -74,9 +74,10 @@ impl Drill {
         self.start(Role::Decode, BootstrapAt::Connect(at.into())).0
     }
 
-    pub fn signal(&self, worker: WorkerId, signal: &str) {
-        let pid = self.fleet.process_id(worker).unwrap().to_string();
-        assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    pub fn signal(&self, worker: WorkerId, signal: libc::c_int) {
+        let pid = self.fleet.process_id(worker).unwrap();
+        // SAFETY: no pointers; the process is a child of ours that was not waited for, so the number is its own.
+        assert_eq!(unsafe { libc::kill(pid as libc::pid_t, signal) }, 0);
     }
 
     /// The first event that `wanted` takes, of those said already or still to come.
@@ -126,14 +127,6 @@ impl Drill {
         })
     }
 
-    /// The first room that ends at a worker.
-    pub fn first_end(&mut self, worker: WorkerId) -> (u64, RoomEnd) {
-        self.expect("end of any room", |e| match e {
-            FleetEvent::From(w, FromWorker::Room { room, end }) if *w == worker => Some((*room, end.clone())),
-            _ => None,
-        })
-    }
-
     pub fn success(&mut self, worker: WorkerId, room: u64) {
         match self.end(worker, room) {
             RoomEnd::Success { .. } => {}
@@ -156,9 +149,9 @@ impl Drill {
         });
     }
 
-    /// Open these rooms at prefill, all over the same pages, in chunks of 16.
-    pub fn serve(&mut self, prefill: WorkerId, rooms: impl IntoIterator<Item = u64>, pages: &[u32]) {
-        let rooms = rooms.into_iter().map(|room| ServeRoom { room, pages: pages.to_vec() }).collect();
+    /// Open these rooms at prefill, each over so many of the first pages, in chunks of 16.
+    pub fn serve(&mut self, prefill: WorkerId, rooms: &[(u64, u32)]) {
+        let rooms = rooms.iter().map(|&(room, n)| ServeRoom { room, pages: (0..n).collect() }).collect();
         self.fleet.send(prefill, &ToWorker::Serve { rooms, chunk_pages: 16 }).unwrap();
         self.expect("serving", |e| {
             matches!(e, FleetEvent::From(w, FromWorker::Serving) if *w == prefill).then_some(())

@@ -122,10 +122,23 @@ impl BootstrapServer {
     /// # Errors
     /// [`BindError`]: the name does not resolve, or none of its addresses can be bound.
     pub fn bind(host: &str, port: u16, config: impl Into<BootstrapConfig>) -> Result<Self, BindError> {
+        Self::bind_with(host, port, config, Router::new())
+    }
+
+    /// As [`bind`](Self::bind), with routes of the caller's own beside SGLang's. They bound their bodies themselves.
+    ///
+    /// # Errors
+    /// [`BindError`].
+    pub fn bind_with(
+        host: &str,
+        port: u16,
+        config: impl Into<BootstrapConfig>,
+        routes: Router,
+    ) -> Result<Self, BindError> {
         let shown = super::address::join_host_port(host, port);
         let fail = |source| BindError { addr: shown.clone(), source };
         let addrs: Vec<_> = (super::address::unbracketed(host), port).to_socket_addrs().map_err(fail)?.collect();
-        Self::start(addrs, config.into()).map_err(fail)
+        Self::start(addrs, config.into(), routes).map_err(fail)
     }
 
     /// As [`bind`](Self::bind), at a socket address.
@@ -133,10 +146,11 @@ impl BootstrapServer {
     /// # Errors
     /// [`BindError`].
     pub fn bind_addr(addr: SocketAddr, config: impl Into<BootstrapConfig>) -> Result<Self, BindError> {
-        Self::start(vec![addr], config.into()).map_err(|source| BindError { addr: addr.to_string(), source })
+        Self::start(vec![addr], config.into(), Router::new())
+            .map_err(|source| BindError { addr: addr.to_string(), source })
     }
 
-    fn start(addrs: Vec<SocketAddr>, config: BootstrapConfig) -> io::Result<Self> {
+    fn start(addrs: Vec<SocketAddr>, config: BootstrapConfig, routes: Router) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             table: Mutex::new(RegistryTable::new(config.table)),
             clock: MonotonicClock::new(),
@@ -154,7 +168,7 @@ impl BootstrapServer {
                 match listen(&addrs).and_then(|l| l.local_addr().map(|addr| (l, addr))) {
                     Ok((listener, addr)) => {
                         let _ = started.send(Ok(addr));
-                        serve(listener, state, stopped).await;
+                        serve(listener, state, routes, stopped).await;
                     }
                     Err(e) => drop(started.send(Err(e))),
                 }
@@ -232,7 +246,7 @@ fn listen(addrs: &[SocketAddr]) -> io::Result<TcpListener> {
     Err(last)
 }
 
-async fn serve(listener: TcpListener, state: Arc<Shared>, stopped: oneshot::Receiver<()>) {
+async fn serve(listener: TcpListener, state: Arc<Shared>, routes: Router, stopped: oneshot::Receiver<()>) {
     let app = Router::new()
         .route("/health", get(health))
         .route("/route", any(route))
@@ -240,7 +254,8 @@ async fn serve(listener: TcpListener, state: Arc<Shared>, stopped: oneshot::Rece
         .route("/query_dp_ranks", post(query_dp_ranks))
         .fallback(async || reply(404, TEXT, "404: Not Found"))
         .method_not_allowed_fallback(async || reply(405, TEXT, "405: Method Not Allowed"))
-        .with_state(state);
+        .with_state(state)
+        .merge(routes);
     let (quiesce, quiesced) = oneshot::channel::<()>();
     let server = axum::serve(listener, app).with_graceful_shutdown(async {
         let _ = quiesced.await;

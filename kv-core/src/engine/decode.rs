@@ -205,7 +205,7 @@ impl DecodeShard {
             self.timeouts(now, control);
         }
         let at = [self.timers.next(), self.outgoing.poll_timeout(), tick].into_iter().flatten().min();
-        NextWake { at, in_flight: false, again }
+        NextWake { at, again, ..NextWake::default() }
     }
 
     fn command(&mut self, now: Timestamp, command: DecodeCommand, control: &mut dyn ControlPlane) {

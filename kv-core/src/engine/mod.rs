@@ -33,6 +33,8 @@ pub struct NextWake {
     pub in_flight: bool,
     /// More input is waiting: call again at once.
     pub again: bool,
+    /// Something small was just posted, and its end is near: until then it is cheaper to look than to sleep.
+    pub look_until: Option<Timestamp>,
 }
 
 /// Connects transport peers away from the shard: it may take seconds.

@@ -126,6 +126,10 @@ impl RoomShared {
     #[cfg(all(feature = "control", feature = "bootstrap"))]
     pub(crate) fn conclude_unstarted(self: &Arc<Self>) {
         self.publish(KvPoll::Failed, true, Some(&Failure::here("cleared before init()")), None);
+        // Not within a step of the shard, which would flush.
+        if let Some(q) = &self.queue {
+            q.flush();
+        }
     }
 
     /// Wait until `done` holds.
@@ -168,28 +172,38 @@ impl RoomShared {
 
 /// Changes of many rooms in one place, for engines that step hundreds of rooms: each room stands in it at most once,
 /// with its newest state.
+///
+/// Readers are told by [`flush`](Self::flush), once a step of the shard and not once a room: a wake costs more than
+/// everything else that is done for a small room.
 pub struct EventQueue {
     rooms: Mutex<VecDeque<Arc<RoomShared>>>,
     notify: Box<dyn Fn() + Send + Sync>,
-    armed: AtomicBool,
+    /// There is news that nobody was told of.
+    untold: AtomicBool,
 }
 
 impl EventQueue {
-    /// `notify` is called when the queue turns non-empty (for an eventfd).
+    /// `notify` is called by [`flush`](Self::flush) when there is news (for an eventfd).
     pub fn new(notify: Box<dyn Fn() + Send + Sync>) -> Self {
-        Self { rooms: Mutex::new(VecDeque::new()), notify, armed: AtomicBool::new(true) }
+        Self { rooms: Mutex::new(VecDeque::new()), notify, untold: AtomicBool::new(false) }
     }
 
     fn push(&self, room: Arc<RoomShared>) {
         self.rooms.lock().unwrap_or_else(PoisonError::into_inner).push_back(room);
-        if self.armed.swap(false, Ordering::AcqRel) {
+        self.untold.store(true, Ordering::Release);
+    }
+
+    /// Tell the reader, if there is news since the last call.
+    pub fn flush(&self) {
+        if self.untold.load(Ordering::Acquire) && self.untold.swap(false, Ordering::AcqRel) {
             (self.notify)();
         }
     }
 
     /// Append what changed since the last call.
     pub fn drain(&self, out: &mut Vec<RoomEvent>) {
-        self.armed.store(true, Ordering::Release);
+        // Before the look: what comes after it is told again.
+        self.untold.store(false, Ordering::Release);
         let rooms = std::mem::take(&mut *self.rooms.lock().unwrap_or_else(PoisonError::into_inner));
         out.extend(rooms.into_iter().map(|r| {
             let word = r.word.fetch_and(!QUEUED, Ordering::AcqRel);

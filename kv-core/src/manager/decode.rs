@@ -1,17 +1,16 @@
 //! A decode rank.
 
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::live::LiveRooms;
 use super::runtime::Engine;
 use super::{DecodeConfig, KvReceiver, ManagerError, RoomError, is_fake};
 use crate::control::local_ip::local_ip;
-use crate::control::wake::WakeFd;
 use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
 use crate::directory::{DecodeProfile, DirectoryConfig, HeartbeatConfig, HttpDirectory};
-use crate::engine::{DecodeCommand, DecodeShard, DecodeShardConfig, EventQueue, RoomEvent, RoomShared, Stats};
+use crate::engine::{DecodeCommand, DecodeShard, DecodeShardConfig, RoomEvent, RoomShared, Stats};
 use crate::hooks::ManagerHooks;
 use crate::ids::Room;
 use crate::layout::LocalLayout;
@@ -28,7 +27,6 @@ pub(super) struct Inner {
     transport: Arc<dyn Transport>,
     endpoint: Endpoint,
     stats: Arc<Stats>,
-    events: OnceLock<(Arc<EventQueue>, Arc<WakeFd>)>,
 }
 
 impl Inner {
@@ -116,15 +114,7 @@ impl DecodeManager {
         };
         let shard = DecodeShard::new(shard_config, hooks, Box::new(directory), stats.clone());
         let thread = engine.start("kv-decode", shard, ZmqControl::new(outbox), inbox)?;
-        Ok(Self(Arc::new(Inner {
-            engine,
-            thread: Mutex::new(Some(thread)),
-            live,
-            transport,
-            endpoint,
-            stats,
-            events: OnceLock::new(),
-        })))
+        Ok(Self(Arc::new(Inner { engine, thread: Mutex::new(Some(thread)), live, transport, endpoint, stats })))
     }
 
     /// Its control socket, as prefill reaches it.
@@ -149,8 +139,7 @@ impl DecodeManager {
             return Ok(KvReceiver::new(self.0.clone(), shared, bootstrap_addr.to_owned(), true));
         }
         let life = self.0.live.take(room)?;
-        let queue = self.0.events.get().map(|(q, _)| q.clone());
-        let shared = RoomShared::new(room, life, queue);
+        let shared = RoomShared::new(room, life, self.0.engine.events());
         Ok(KvReceiver::new(self.0.clone(), shared, bootstrap_addr.to_owned(), false))
     }
 
@@ -160,11 +149,11 @@ impl DecodeManager {
     /// # Errors
     /// The system's, when no descriptor is left.
     pub fn subscribe(&self) -> std::io::Result<RawFd> {
-        super::subscribe(&self.0.events)
+        self.0.engine.subscribe()
     }
 
     /// Append what changed since the last call: at most one event a room, with its newest state.
     pub fn drain_events(&self, out: &mut Vec<RoomEvent>) {
-        super::drain_events(&self.0.events, out);
+        self.0.engine.drain_events(out);
     }
 }

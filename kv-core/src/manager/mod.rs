@@ -29,11 +29,6 @@ pub use prefill::PrefillManager;
 pub use receiver::{KvReceiver, MetadataOptions};
 pub use sender::{KvSender, SendOptions};
 
-use std::os::fd::RawFd;
-use std::sync::{Arc, OnceLock};
-
-use crate::control::wake::WakeFd;
-use crate::engine::{EventQueue, RoomEvent};
 use crate::ids::Room;
 use crate::poll::KvPoll;
 
@@ -135,29 +130,4 @@ pub enum RoomError {
         /// By whom.
         backend: &'static str,
     },
-}
-
-type Events = OnceLock<(Arc<EventQueue>, Arc<WakeFd>)>;
-
-fn subscribe(events: &Events) -> std::io::Result<RawFd> {
-    if let Some((_, fd)) = events.get() {
-        return Ok(fd.fd());
-    }
-    let fd = Arc::new(WakeFd::new()?);
-    fd.arm();
-    let waker = fd.clone();
-    let queue = Arc::new(EventQueue::new(Box::new(move || {
-        waker.wake();
-    })));
-    let (_, fd) = events.get_or_init(|| (queue, fd));
-    Ok(fd.fd())
-}
-
-fn drain_events(events: &Events, out: &mut Vec<RoomEvent>) {
-    if let Some((queue, fd)) = events.get() {
-        // Armed before the look, so that what comes after it wakes again.
-        fd.disarm();
-        fd.arm();
-        queue.drain(out);
-    }
 }

@@ -1,7 +1,7 @@
 //! A prefill rank.
 
 use std::os::fd::RawFd;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::connector::ConnectorThreads;
@@ -11,10 +11,9 @@ use super::{KvSender, ManagerError, PrefillConfig, RoomError, is_fake};
 use crate::bootstrap::types::{FOLLOW_BOOTSTRAP_ROOM, POLICY_EARLY};
 use crate::bootstrap::{PrefillRow, RegistrationConfig, register_prefill_rank};
 use crate::control::local_ip::local_ip;
-use crate::control::wake::WakeFd;
 use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
 use crate::directory::{Directory, DirectoryRequest};
-use crate::engine::{EventQueue, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats};
+use crate::engine::{PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats};
 use crate::hooks::ManagerHooks;
 use crate::ids::{PrefillRank, Room};
 use crate::layout::LocalLayout;
@@ -35,7 +34,6 @@ pub(super) struct Inner {
     endpoint: Endpoint,
     rank: PrefillRank,
     stats: Arc<Stats>,
-    events: OnceLock<(Arc<EventQueue>, Arc<WakeFd>)>,
 }
 
 impl Inner {
@@ -148,7 +146,6 @@ impl PrefillManager {
             endpoint,
             rank,
             stats,
-            events: OnceLock::new(),
         })))
     }
 
@@ -215,8 +212,7 @@ impl PrefillManager {
             return Ok(KvSender::new(self.0.clone(), shared, true));
         }
         let life = self.0.live.take(room)?;
-        let queue = self.0.events.get().map(|(q, _)| q.clone());
-        let shared = RoomShared::new(room, life, queue);
+        let shared = RoomShared::new(room, life, self.0.engine.events());
         self.0.submit(PrefillCommand::Create(shared.clone()));
         Ok(KvSender::new(self.0.clone(), shared, false))
     }
@@ -227,11 +223,11 @@ impl PrefillManager {
     /// # Errors
     /// The system's, when no descriptor is left.
     pub fn subscribe(&self) -> std::io::Result<RawFd> {
-        super::subscribe(&self.0.events)
+        self.0.engine.subscribe()
     }
 
     /// Append what changed since the last call: at most one event a room, with its newest state.
     pub fn drain_events(&self, out: &mut Vec<RoomEvent>) {
-        super::drain_events(&self.0.events, out);
+        self.0.engine.drain_events(out);
     }
 }

@@ -8,14 +8,14 @@
 use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::control::wake::WakeFd;
-use crate::control::zmq::{ZmqControl, ZmqInbox};
+use crate::control::zmq::{ZmqControl, ZmqError, ZmqInbox};
 use crate::control::{ControlPlane, Multipart};
-use crate::engine::{DecodeCommand, DecodeShard, NextWake, PrefillCommand, PrefillShard};
+use crate::engine::{DecodeCommand, DecodeShard, EventQueue, NextWake, PrefillCommand, PrefillShard, RoomEvent};
 use crate::time::{Clock, Timestamp};
 
 /// A shard as the thread sees it.
@@ -60,6 +60,14 @@ pub(super) struct Engine<S: Step> {
     stop: AtomicBool,
     /// When the thread will wake by itself, ns; 0 while it is awake.
     sleeps_until: AtomicU64,
+    /// News of all rooms, for a reader that subscribed.
+    events: OnceLock<Events>,
+}
+
+/// The queue a reader drains, and the descriptor it sleeps on.
+struct Events {
+    queue: Arc<EventQueue>,
+    fd: Arc<WakeFd>,
 }
 
 /// A lane without a wake fd is looked at this often while writes are in flight.
@@ -83,6 +91,7 @@ impl<S: Step> Engine<S> {
             clock,
             stop: AtomicBool::new(false),
             sleeps_until: AtomicU64::new(0),
+            events: OnceLock::new(),
         }))
     }
 
@@ -102,6 +111,36 @@ impl<S: Step> Engine<S> {
         *lock(&self.cell) = Some(Cell { shard, control, commands: Vec::new() });
         let engine = self.clone();
         std::thread::Builder::new().name(name.to_owned()).spawn(move || engine.run(inbox))
+    }
+
+    /// Collect the news of all rooms made from now on; the descriptor turns readable when there is some.
+    pub(super) fn subscribe(&self) -> std::io::Result<RawFd> {
+        if self.events.get().is_none() {
+            let fd = Arc::new(WakeFd::new()?);
+            fd.arm();
+            let waker = fd.clone();
+            let queue = Arc::new(EventQueue::new(Box::new(move || {
+                waker.wake();
+            })));
+            // Another thread may have been faster; its queue is the one.
+            let _ = self.events.set(Events { queue, fd });
+        }
+        self.events.get().map(|e| e.fd.fd()).ok_or_else(|| std::io::Error::other("no event queue"))
+    }
+
+    /// Where rooms put their news, if anybody reads it.
+    pub(super) fn events(&self) -> Option<Arc<EventQueue>> {
+        self.events.get().map(|e| e.queue.clone())
+    }
+
+    /// Append the news since the last call.
+    pub(super) fn drain_events(&self, out: &mut Vec<RoomEvent>) {
+        if let Some(events) = self.events.get() {
+            // Armed before the look, so that what comes after it wakes again.
+            events.fd.disarm();
+            events.fd.arm();
+            events.queue.drain(out);
+        }
     }
 
     /// Hand over a command. Never blocks for longer than one step of the shard.
@@ -160,6 +199,9 @@ impl<S: Step> Engine<S> {
         let now = self.clock.now();
         let result = catch_unwind(AssertUnwindSafe(|| cell.shard.step(now, &mut cell.control, &mut cell.commands)));
         cell.commands.clear();
+        if let Some(events) = self.events.get() {
+            events.queue.flush();
+        }
         result.unwrap_or_else(|_| {
             tracing::error!("a step of the shard panicked; its input is lost, other rooms go on");
             NextWake { again: true, ..NextWake::default() }
@@ -192,12 +234,30 @@ impl<S: Step> Engine<S> {
             }
             let fds = [Some(self.wake.fd()), lane_fd];
             let fds: Vec<RawFd> = fds.into_iter().flatten().collect();
-            if let Err(error) = inbox.wait(&fds, timeout) {
+            if let Err(error) = self.wait(&mut inbox, &fds, timeout, next.look_until) {
                 tracing::error!("the shard cannot wait for input: {error}");
                 std::thread::sleep(Duration::from_millis(10));
             }
             self.wake.disarm();
             self.sleeps_until.store(0, Ordering::Release);
         }
+    }
+
+    /// Sleep until there is input; look for it first, up to `look_until`.
+    fn wait(
+        &self,
+        inbox: &mut ZmqInbox,
+        fds: &[RawFd],
+        timeout: Option<Duration>,
+        look_until: Option<Timestamp>,
+    ) -> Result<(), ZmqError> {
+        while look_until.is_some_and(|until| self.clock.now() < until) {
+            let ready = inbox.wait(fds, Some(Duration::ZERO))?;
+            if ready.inbox || !ready.fds.is_empty() {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        inbox.wait(fds, timeout).map(drop)
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kv_transfer::KvPoll;
 use serde_json::{Value, json};
@@ -57,7 +57,11 @@ pub fn run(options: &Options, report: &mut Report) -> Result<()> {
         let mut took = Vec::with_capacity(count);
         for n in 1..=count as u64 {
             let seen = (round * count) as u64 + n;
+            let end = Instant::now() + PATIENCE;
             while inbox.0.load(Ordering::Acquire) < seen {
+                if Instant::now() > end {
+                    return Err("a message of the floor is lost".into());
+                }
                 std::thread::park_timeout(PATIENCE);
             }
             took.push((now_ns() - inbox.1.load(Ordering::Relaxed)) as f64 / 1e3);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kv_transfer::memory::{MemoryOwner, RegisteredRegion};
 use kv_transfer::plan::{EntryPair, PlanGroup, WritePlan, find_runs};
 use kv_transfer::tcp::{HostArena, PathKind, SameHost, TcpConfig, TcpTransport};
-use kv_transfer::transport::{Lane, LaneEvent, Outcome, PeerDescriptor, Transport, WriteOp};
+use kv_transfer::transport::{Lane, LaneEvent, Outcome, PeerDescriptor, SubmitError, Transport, WriteOp};
 use kv_transfer::{Endpoint, OpId, PeerId};
 use serde_json::{Value, json};
 
@@ -50,6 +50,7 @@ pub struct Bare {
     regions: Arc<[Arc<RegisteredRegion>]>,
     lane: Box<dyn Lane>,
     next: u64,
+    targets: u16,
 }
 
 impl Bare {
@@ -57,15 +58,17 @@ impl Bare {
         let transport = Arc::new(TcpTransport::new(config)?);
         let region = transport.register(arena)?;
         let lane = transport.lane()?;
-        Ok(Self { transport, regions: Arc::new([region.clone()]), region, lane, next: 0 })
+        Ok(Self { transport, regions: Arc::new([region.clone()]), region, lane, next: 0, targets: 0 })
     }
 
     /// Connect to a target, which must be reached this way.
-    pub fn connect(&self, target: &Value, kind: PathKind) -> Result<PeerId> {
+    pub fn connect(&mut self, target: &Value, kind: PathKind) -> Result<PeerId> {
+        // Two names at one endpoint would be two generations of one peer.
+        self.targets += 1;
         let descriptor = PeerDescriptor {
             name: text(target, "name")?.to_owned(),
             metadata: numbers(target, "metadata")?.into_iter().map(|b| b as u8).collect::<Vec<_>>().into(),
-            endpoint: Endpoint::new(HOST, 1),
+            endpoint: Endpoint::new(HOST, self.targets),
         };
         let peer = self.transport.connect(&descriptor)?;
         let path = self.transport.peer_path(peer).ok_or("the peer is gone at once")?;
@@ -83,17 +86,19 @@ impl Bare {
         let fd = self.lane.wake_fd().ok_or("a lane without a descriptor")?;
         let mut news = Vec::new();
         let start = now_ns();
-        self.lane.submit(op).map_err(|e| format!("not accepted: {e:?}"))?;
+        self.lane.submit(op).map_err(|e| match e {
+            SubmitError::Busy(_) => "the lane is busy".to_owned(),
+            SubmitError::Rejected(_, e) => e.to_string(),
+        })?;
         loop {
             if !readable(fd, PATIENCE) {
                 return Err("the lane has no news".into());
             }
             self.lane.poll(&mut news);
-            for event in news.drain(..) {
-                match event {
-                    LaneEvent::Outcome(done, Outcome::Done) if done == id => return Ok(now_ns() - start),
-                    other => return Err(format!("{other:?}").into()),
-                }
+            match news.first() {
+                None => {}
+                Some(LaneEvent::Outcome(done, Outcome::Done)) if *done == id => return Ok(now_ns() - start),
+                Some(other) => return Err(format!("{other:?}").into()),
             }
         }
     }

@@ -63,7 +63,7 @@ impl Options {
     }
 }
 
-/// Rows measured together, and the role of the process that helps.
+/// Rows measured together.
 struct Group {
     rows: &'static [&'static str],
     run: fn(&Options, &mut Report) -> Result<()>,
@@ -80,7 +80,9 @@ const GROUPS: &[Group] = &[
     Group { rows: geometry::ROWS, run: geometry::run },
 ];
 
-const ROLES: &[(&str, fn(&mut Link) -> Result<()>)] = &[
+type Role = fn(&mut Link) -> Result<()>;
+
+const ROLES: &[(&str, Role)] = &[
     (completion::ROLE, completion::role),
     (rooms::ROLE, rooms::role),
     (lane::ROLE, lane::role),

@@ -90,8 +90,8 @@ impl Report {
         if !self.head {
             self.head = true;
             println!(
-                "{:<24} {:>9} {:>9} {:>6}  {:<12} {:<14} {:<6}  {:<38} {}",
-                "row", "ours", "floor", "ratio", "unit", "budget", "", "CPU ours | floor", "note"
+                "{:<24} {:>9} {:>9} {:>6}  {:<12} {:<14} {:<6}  {:<38} note",
+                "row", "ours", "floor", "ratio", "unit", "budget", "", "CPU ours | floor"
             );
         }
         println!(

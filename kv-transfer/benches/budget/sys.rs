@@ -74,9 +74,9 @@ pub fn readable(fd: RawFd, timeout: Duration) -> bool {
 pub struct EventFd(OwnedFd);
 
 impl EventFd {
-    /// Blocking reads, or none that block.
+    /// Blocking reads that take one signal each, or reads that take all there are and never block.
     pub fn new(blocking: bool) -> io::Result<Self> {
-        let flags = libc::EFD_CLOEXEC | if blocking { 0 } else { libc::EFD_NONBLOCK };
+        let flags = libc::EFD_CLOEXEC | if blocking { libc::EFD_SEMAPHORE } else { libc::EFD_NONBLOCK };
         // SAFETY: no pointers.
         let fd = unsafe { libc::eventfd(0, flags) };
         if fd < 0 {
@@ -92,7 +92,7 @@ impl EventFd {
         unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
-    /// Take the signals; blocks until there is one if it was made so.
+    /// Take signals; see [`Self::new`].
     pub fn take(&self) {
         let mut count = 0u64;
         // SAFETY: eight writable bytes.

@@ -29,6 +29,7 @@ pub fn registry_port() -> Check {
 }
 
 /// Addresses other machines may reach this one at.
+#[cfg_attr(not(feature = "tcp"), allow(dead_code))]
 pub fn addresses(all: &[IpAddr]) -> Check {
     let name = "tcp: to other machines";
     let mut outer: Vec<_> = all.iter().filter(|ip| !ip.is_loopback()).map(ToString::to_string).collect();

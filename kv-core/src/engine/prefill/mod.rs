@@ -141,6 +141,7 @@ pub struct PrefillShard {
     ready_peers: VecDeque<Arc<str>>,
     ops: HashMap<OpId, OpRef>,
     next_op: u64,
+    posted_at: Timestamp,
     timers: Timers<RoomKey>,
     outgoing: Outgoing,
     work: VecDeque<(RoomKey, SenderEvent)>,
@@ -161,6 +162,10 @@ const RECONNECT_MIN: Duration = Duration::from_secs(1);
 const RECONNECT_MAX: Duration = Duration::from_secs(60);
 /// A busy lane is tried again after this time, news or not.
 const BUSY_RETRY: Duration = Duration::from_millis(1);
+/// How long after the last post the end of [`LOOK_OPS`] writes of [`LOOK_BYTES`] is looked for without sleeping.
+const LOOK: Duration = Duration::from_micros(50);
+const LOOK_OPS: usize = 4;
+const LOOK_BYTES: u64 = 64 << 10;
 
 impl PrefillShard {
     /// A shard without rooms.
@@ -193,6 +198,7 @@ impl PrefillShard {
             ready_peers: VecDeque::new(),
             ops: HashMap::new(),
             next_op: 0,
+            posted_at: Timestamp::default(),
             timers: Timers::new(),
             outgoing: Outgoing::default(),
             work: VecDeque::new(),
@@ -274,7 +280,14 @@ impl PrefillShard {
             // A lane that is busy without anything in flight has no news to wake us with.
             at = at.into_iter().chain([now + BUSY_RETRY]).min();
         }
-        NextWake { at, in_flight: !self.ops.is_empty(), again }
+        NextWake { at, in_flight: !self.ops.is_empty(), again, look_until: self.look_until() }
+    }
+
+    /// Worth it only for a few small writes: of many, some are always done, and large ones take their time.
+    fn look_until(&self) -> Option<Timestamp> {
+        let few = !self.ops.is_empty() && self.ops.len() <= LOOK_OPS;
+        (few && self.ops.values().all(|op| op.bytes <= LOOK_BYTES && op.retained.is_none()))
+            .then(|| self.posted_at + LOOK)
     }
 
     fn poll_timeout(&self) -> Option<Timestamp> {

@@ -47,6 +47,7 @@ impl PrefillShard {
             let id = *id;
             let Some(post) = peer.posts.pop_front() else { continue };
             peer.last_used = now;
+            self.posted_at = now;
             match self.try_post(post, id, &pairing) {
                 Ok(event) => {
                     // Round robin over peers.
