@@ -12,6 +12,7 @@ mod prefill;
 mod shared;
 mod stats;
 mod timers;
+mod waiters;
 
 pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
 pub use prefill::{PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};

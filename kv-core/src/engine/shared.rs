@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use event_listener::{Event, Listener};
-
+use super::waiters::Waiters;
 use crate::ids::Room;
 use crate::poll::KvPoll;
 use crate::room::Failure;
@@ -32,7 +31,7 @@ pub struct RoomShared {
     life: u64,
     word: AtomicU32,
     decode_prefix_len: AtomicU64,
-    event: Event,
+    waiters: Waiters,
     failure: OnceLock<Failure>,
     latency: OnceLock<(Duration, Duration)>,
     queue: Option<Arc<EventQueue>>,
@@ -46,7 +45,7 @@ impl RoomShared {
             life,
             word: AtomicU32::new(KvPoll::Bootstrapping as u32),
             decode_prefix_len: AtomicU64::new(0),
-            event: Event::new(),
+            waiters: Waiters::default(),
             failure: OnceLock::new(),
             latency: OnceLock::new(),
             queue,
@@ -119,7 +118,7 @@ impl RoomShared {
             }
             None => self.word.store(new, Ordering::Release),
         }
-        self.event.notify(usize::MAX);
+        self.waiters.wake_all();
     }
 
     /// A room that ends before its shard ever heard of it.
@@ -134,13 +133,7 @@ impl RoomShared {
 
     /// Wait until `done` holds.
     pub async fn wait_for(&self, done: impl Fn(&Self) -> bool) {
-        while !done(self) {
-            let listener = self.event.listen();
-            if done(self) {
-                return;
-            }
-            listener.await;
-        }
+        self.waiters.wait(|| done(self)).await;
     }
 
     /// Block until `done` holds or the time is over; tells which.
@@ -152,21 +145,7 @@ impl RoomShared {
             }
             std::hint::spin_loop();
         }
-        let deadline = std::time::Instant::now().checked_add(timeout);
-        loop {
-            event_listener::listener!(self.event => listener);
-            if done(self) {
-                return true;
-            }
-            match deadline {
-                Some(d) => {
-                    if listener.wait_deadline(d).is_none() {
-                        return done(self);
-                    }
-                }
-                None => listener.wait(),
-            }
-        }
+        self.waiters.wait_blocking(std::time::Instant::now().checked_add(timeout), || done(self))
     }
 }
 

@@ -251,7 +251,6 @@ impl<S: Step> Engine<S> {
         timeout: Option<Duration>,
         look_until: Option<Timestamp>,
     ) -> Result<(), ZmqError> {
-        let look_until = look_until.filter(|_| std::env::var_os("NOLOOK").is_none());
         while look_until.is_some_and(|until| self.clock.now() < until) {
             let ready = inbox.wait(fds, Some(Duration::ZERO))?;
             if ready.inbox || !ready.fds.is_empty() {
