@@ -5,6 +5,7 @@
 //! > **A write without proof of quiescence stays counted, its handle stays alive, its memory stays registered.**
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod aux_slots;
 pub mod bootstrap;
 pub mod control;
 pub mod directory;
@@ -18,6 +19,7 @@ pub mod limits;
 #[cfg(all(feature = "control", feature = "bootstrap"))]
 pub mod manager;
 pub mod memory;
+pub mod mutants;
 pub mod net;
 pub mod plan;
 pub mod poll;

@@ -1,8 +1,9 @@
-//! Project tasks: `cargo xtask ci | demo | golden | bench`.
+//! Project tasks: `cargo xtask ci | demo | golden | bench | model`.
 
 mod bench;
 mod ci;
 mod golden;
+mod model;
 mod sh;
 
 use std::process::ExitCode;
@@ -29,6 +30,8 @@ enum Task {
     },
     /// Check the golden vectors against their manifest, then run the golden tests.
     Golden(golden::GoldenArgs),
+    /// Explore the rooms in every order of events, full size, and put the known faults back; Markdown tables.
+    Model,
     /// Run the budget benchmarks; what follows is passed on. `--json`: the last line is an array of rows.
     Bench {
         /// Arguments of the benchmark program.
@@ -44,6 +47,7 @@ fn main() -> ExitCode {
             Task::Ci(args) => ci::run(&args),
             Task::Demo { args } => demo(&args),
             Task::Golden(args) => golden::run(&args),
+            Task::Model => model::run(),
             Task::Bench { args } => bench::run(&args),
         }
     });

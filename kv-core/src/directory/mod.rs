@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use crate::ids::{PrefillRank, Room};
 use crate::net::Endpoint;
+use crate::wire::ExtPeer;
 
 pub use cache::{DirectoryConfig, DirectoryCore};
 pub use compat::DecodeProfile;
@@ -23,7 +24,7 @@ pub use heartbeat::HeartbeatConfig;
 pub use http::{DirectoryHandle, EventSink, HttpDirectory};
 
 /// One prefill rank a decode rank talks to.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PrefillRecord {
     /// Its PULL socket.
     pub endpoint: Endpoint,
@@ -37,10 +38,12 @@ pub struct PrefillRecord {
     pub pp_rank: u32,
     /// It gets metadata, writes nothing and reports to nobody.
     pub is_dummy: bool,
+    /// It is one of ours, as its registry says.
+    pub ext: Option<ExtPeer>,
 }
 
 /// Everything a decode rank needs to know about one prefill server, for one connection-pool key.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PrefillPeers {
     /// `host:port` of the bootstrap server.
     pub bootstrap_addr: String,

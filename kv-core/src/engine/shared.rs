@@ -159,12 +159,19 @@ pub struct EventQueue {
     notify: Box<dyn Fn() + Send + Sync>,
     /// There is news that nobody was told of.
     untold: AtomicBool,
+    /// The reader has drained since it was told last.
+    armed: AtomicBool,
 }
 
 impl EventQueue {
-    /// `notify` is called by [`flush`](Self::flush) when there is news (for an eventfd).
+    /// `notify` is called by [`flush`](Self::flush) when there is news, once between two drains (for an eventfd).
     pub fn new(notify: Box<dyn Fn() + Send + Sync>) -> Self {
-        Self { rooms: Mutex::new(VecDeque::new()), notify, untold: AtomicBool::new(false) }
+        Self {
+            rooms: Mutex::new(VecDeque::new()),
+            notify,
+            untold: AtomicBool::new(false),
+            armed: AtomicBool::new(true),
+        }
     }
 
     fn push(&self, room: Arc<RoomShared>) {
@@ -172,9 +179,11 @@ impl EventQueue {
         self.untold.store(true, Ordering::Release);
     }
 
-    /// Tell the reader, if there is news since the last call.
+    /// Tell the reader, if there is news since the last call. Whoever steps a shard calls it after the step.
     pub fn flush(&self) {
-        if self.untold.load(Ordering::Acquire) && self.untold.swap(false, Ordering::AcqRel) {
+        let news = self.untold.load(Ordering::Acquire) && self.untold.swap(false, Ordering::AcqRel);
+        // A reader that was told and has not drained yet will see this too.
+        if news && self.armed.swap(false, Ordering::AcqRel) {
             (self.notify)();
         }
     }
@@ -183,6 +192,7 @@ impl EventQueue {
     pub fn drain(&self, out: &mut Vec<RoomEvent>) {
         // Before the look: what comes after it is told again.
         self.untold.store(false, Ordering::Release);
+        self.armed.store(true, Ordering::Release);
         let rooms = std::mem::take(&mut *self.rooms.lock().unwrap_or_else(PoisonError::into_inner));
         out.extend(rooms.into_iter().map(|r| {
             let word = r.word.fetch_and(!QUEUED, Ordering::AcqRel);

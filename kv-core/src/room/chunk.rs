@@ -6,9 +6,10 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::ids::OpId;
+use crate::mutants::mutant;
 
 /// What a chunk is made of.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ChunkSpec {
     /// Source pages.
     pub pages: Arc<[i32]>,
@@ -32,7 +33,7 @@ pub struct Ticket {
 }
 
 /// How far one destination of a chunk has got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Progress {
     /// Not posted. A post is legal only from here.
     Todo,
@@ -74,7 +75,7 @@ impl Progress {
 }
 
 /// A chunk of a room.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Chunk {
     pub(super) id: u32,
     pub(super) attempt: u32,
@@ -110,10 +111,13 @@ impl Chunk {
     }
 
     pub(super) fn all_done(&self) -> bool {
+        if mutant!(SuccessBeforeSiblings) {
+            return self.progress.is_empty() || self.progress.contains(&Progress::Done);
+        }
         self.progress.iter().all(|p| *p == Progress::Done)
     }
 
     pub(super) fn quiet(&self) -> bool {
-        self.progress.iter().all(|p| p.quiet())
+        self.progress.iter().all(|p| p.quiet() || mutant!(DischargeOnError))
     }
 }

@@ -17,11 +17,13 @@
 
 mod chunk;
 mod cursor;
+mod life;
 mod receiver;
 mod sender;
 
 pub use chunk::{Chunk, ChunkSpec, Progress, Ticket};
 pub use cursor::{SendCursor, SendError};
+pub use life::{PageSum, RoomLife, TagHead, geometry};
 pub use receiver::{PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom, ReleasePolicy};
 pub use sender::{Destination, FailedStatusPolicy, SenderEffect, SenderEvent, SenderPolicy, SenderRoom};
 
@@ -32,7 +34,7 @@ use crate::error::{KvTransferError, UNKNOWN_REASON};
 use crate::ids::Room;
 
 /// The first cause of a failure.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Failure {
     /// What happened, naming the peer, the step and the time spent.
     pub reason: Arc<str>,

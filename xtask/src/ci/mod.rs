@@ -4,6 +4,7 @@ mod backends;
 mod deny;
 mod hygiene;
 mod msrv;
+mod no_mutants;
 mod pure_core;
 mod tests_step;
 
@@ -42,6 +43,7 @@ const STEPS: &[(&str, StepFn)] = &[
     ("golden vectors", || golden::check().map(Step::Passed)),
     ("backends asked for", backends::run),
     ("pure core", pure_core::run),
+    ("no known faults shipped", no_mutants::run),
     ("default build", default_build),
     ("clippy", clippy),
     ("docs", docs),
