@@ -19,6 +19,7 @@ use crate::poll::KvPoll;
 use crate::room::ReceiverPolicy;
 use crate::time::{Clock, MonotonicClock};
 use crate::transport::Transport;
+use crate::wire::ExtPeer;
 
 pub(super) struct Inner {
     engine: Arc<Engine<DecodeShard>>,
@@ -107,6 +108,7 @@ impl DecodeManager {
                 waiting_timeout: config.waiting_timeout,
                 release: hooks.release_policy(),
             }),
+            extension: hooks.extension().then(ExtPeer::here),
             endpoint: endpoint.clone(),
             name: name.clone(),
             freed: Arc::new(move |room| freed.freed(room)),
@@ -125,6 +127,13 @@ impl DecodeManager {
     /// Its counters.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.0.stats
+    }
+
+    /// Hand the counters to the recorder that is installed for the `metrics` facade ([`Stats::export`]). Call it as often
+    /// as the numbers should be fresh.
+    #[cfg(feature = "metrics")]
+    pub fn export_metrics(&self) {
+        self.0.stats.export("decode", self.0.backend(), self.0.engine.now());
     }
 
     /// A receiver for a room; the room is in Bootstrapping. `bootstrap_addr` is `host:port` of prefill's bootstrap

@@ -50,10 +50,11 @@ pub(super) struct Episode {
     pub(super) skew: bool,
     /// An old generation's writes are not proven quiet by the new one's connect.
     pub(super) leave_superseded: bool,
-    pub(super) proof: bool,
-    /// Decode is told of a failure at once, or when its writes have settled.
-    pub(super) at_once: bool,
-    /// Room numbers are used again as soon as both sides are done with them.
+    pub(super) release: ReleasePolicy,
+    pub(super) failed_status: FailedStatusPolicy,
+    /// Both sides of every pair say that they are ours, and name lives.
+    pub(super) all_ours: bool,
+    /// Room numbers are used again as soon as both sides are done with them, whatever is still under way about them.
     pub(super) reuse: bool,
 }
 
@@ -65,20 +66,29 @@ pub(super) const TOMBSTONE: Duration = Duration::from_secs(4);
 pub(super) const RELEASE: Duration = Duration::from_secs(3);
 
 impl Episode {
-    pub(super) fn draw(seed: u64, reuse: bool) -> Self {
+    pub(super) fn draw(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let mla = rng.chance(0.4);
         // MHA ranks pair one to one in TP (head slices need staging); MLA ranks take any sizes that divide.
         let tp = 1 + rng.below(2) as u32;
         let two_stages = rng.chance(0.4);
-        let proof = rng.chance(0.5);
-        let at_once = proof || rng.chance(0.5);
-        let release = if proof { ReleasePolicy::Proof } else { ReleasePolicy::AckOrTimeout(RELEASE) };
+        let release = match rng.below(3) {
+            0 => ReleasePolicy::Proof,
+            1 => ReleasePolicy::AckOrTimeout(RELEASE),
+            _ => ReleasePolicy::PerPeer(RELEASE),
+        };
+        let failed_status = match rng.below(3) {
+            0 => FailedStatusPolicy::AtOnce,
+            1 => FailedStatusPolicy::WhenSettled,
+            _ => FailedStatusPolicy::PerPeer,
+        };
+        // Everybody is ours and names lives; or some are, and the others are as 0.5.23.
+        let all_ours = rng.chance(0.6);
         let base = WorldSpec {
             pages: 96,
             page_len: PAGE_LEN,
             aux_rows: 40,
-            failed_status: if at_once { FailedStatusPolicy::AtOnce } else { FailedStatusPolicy::WhenSettled },
+            failed_status,
             release,
             bootstrap_timeout: BOOTSTRAP,
             waiting_timeout: WAITING,
@@ -101,14 +111,16 @@ impl Episode {
                     host: format!("10.0.0.{}", i + 1),
                     ..Shape::default()
                 };
-                WorldSpec { shape, prefill_name: format!("p{i}"), layers: layers / prefill_pp, ..base.clone() }
+                let prefill_ext = all_ours || rng.chance(0.4);
+                WorldSpec { shape, prefill_ext, layers: layers / prefill_pp, ..base.clone() }
             })
             .collect();
         let decodes = (0..1 + rng.below(3))
             .map(|_| {
                 let decode_tp = if mla { 1 + rng.below(2) as u32 } else { tp };
                 let shape = Shape { decode_tp, mla, ..Shape::default() };
-                WorldSpec { shape, layers, decodes: decode_tp, ..base.clone() }
+                let decode_ext = all_ours || rng.chance(0.4);
+                WorldSpec { shape, decode_ext, layers, decodes: decode_tp, ..base.clone() }
             })
             .collect();
         let calm = rng.chance(0.15);
@@ -134,29 +146,58 @@ impl Episode {
             latency: Duration::from_micros(5)..Duration::from_micros(20 + rng.below(2000)),
             skew: rng.chance(0.5),
             leave_superseded: rng.chance(0.5),
-            proof,
-            at_once,
-            reuse,
+            release,
+            failed_status,
+            all_ours,
+            reuse: all_ours && rng.chance(0.7),
+        }
+    }
+
+    /// Prefill engine and decode engine are both ours, and know it.
+    fn ours(&self, prefill: usize, decode: usize) -> bool {
+        self.prefills[prefill].prefill_ext && self.decodes[decode].decode_ext
+    }
+
+    /// Decode gives pages of failed rooms back by proof only.
+    pub(super) fn by_proof(&self, prefill: usize, decode: usize) -> bool {
+        match self.release {
+            ReleasePolicy::Proof => true,
+            ReleasePolicy::AckOrTimeout(_) => false,
+            ReleasePolicy::PerPeer(_) => self.ours(prefill, decode),
+        }
+    }
+
+    /// Decode is told of a failure over writes in flight.
+    pub(super) fn tells_at_once(&self, prefill: usize, decode: usize) -> bool {
+        match self.failed_status {
+            FailedStatusPolicy::AtOnce => true,
+            FailedStatusPolicy::WhenSettled => false,
+            FailedStatusPolicy::PerPeer => self.ours(prefill, decode),
         }
     }
 
     /// In a line.
     pub(super) fn describe(&self) -> String {
-        let p: Vec<String> = self
-            .prefills
-            .iter()
-            .map(|s| format!("tp{}pp{}cp{}", s.shape.prefill_tp, s.shape.prefill_pp, s.shape.prefill_cp))
-            .collect();
-        let d: Vec<String> = self.decodes.iter().map(|s| format!("tp{}", s.shape.decode_tp)).collect();
+        let ours = |ours: bool| if ours { "" } else { " (0.5.23)" };
+        let prefill = |s: &WorldSpec| {
+            let Shape { prefill_tp, prefill_pp, prefill_cp, .. } = s.shape;
+            format!("tp{prefill_tp}pp{prefill_pp}cp{prefill_cp}{}", ours(s.prefill_ext))
+        };
+        let p: Vec<String> = self.prefills.iter().map(prefill).collect();
+        let decode = |s: &WorldSpec| format!("tp{}{}", s.shape.decode_tp, ours(s.decode_ext));
+        let d: Vec<String> = self.decodes.iter().map(decode).collect();
         let mla = if self.prefills[0].shape.mla { "MLA" } else { "MHA" };
-        let proof = if self.proof { "by proof" } else { "by ACK or timeout" };
         format!(
-            "episode {}: {mla}, prefill {}, decode {}, {} lives, {} at a time, release {proof}, {:?}, a fault every {:?}",
+            "episode {}: {mla}, prefill {}, decode {}, {} lives, {} at a time, numbers used again: {}, {:?}, {:?}, {:?}, a \
+             fault every {:?}",
             self.seed,
             p.join(" "),
             d.join(" "),
             self.lives,
             self.concurrent,
+            self.reuse,
+            self.release,
+            self.failed_status,
             self.rates,
             self.fault_gap
         )

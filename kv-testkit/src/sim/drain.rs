@@ -13,7 +13,7 @@ use super::writes::Step;
 use super::{Ev, Sim, Undo, Unresolved};
 
 /// Longer than all deadlines together, on the slowest clock.
-const ALL_DEADLINES: Duration = Duration::from_secs(60);
+const ALL_DEADLINES: Duration = Duration::from_secs(150);
 /// The longest pause before a lost peer is tried again is a minute; of a slow clock.
 const RECONNECT: Duration = Duration::from_secs(80);
 /// A room in a healthy fleet.
@@ -112,13 +112,13 @@ impl Sim {
                 let name = &self.d[*d].node.name;
                 // A prefill rank acks when nothing of the room can be written any more, to whichever decode rank.
                 let writer = self.writes.values().find(|w| w.life == *id);
-                let (peer, why) = match writer {
-                    Some(w) => (self.p[w.p].name.clone(), "waits for the ACK of a rank with an unresolved write"),
-                    None => (format!("prefill {}", life.prefill), "an ABORT, its ACK or the rank that owed it was lost"),
-                };
-                if !self.episode.proof || side.shared.poll() != KvPoll::Failed || (writer.is_none() && !self.lossy) {
+                let proof = self.episode.by_proof(life.prefill, life.decode);
+                let Some(writer) = writer.filter(|_| proof && side.shared.poll() == KvPoll::Failed) else {
                     found.push(format!("{name}: life {id} of room {} is held for nothing", life.room));
-                }
+                    continue;
+                };
+                let peer = self.p[writer.p].name.clone();
+                let why = "waits for the ACK of a rank with an unresolved write";
                 let (room, holder) = (life.room, name.clone());
                 named.push(Unresolved { room, life: *id, holder, peer, op: None, why });
             }
@@ -131,17 +131,6 @@ impl Sim {
         found.into_iter().for_each(|text| self.wrong(text));
     }
 
-    /// Receivers whose proof was lost on its way: an ABORT, its ACK, or the process that owed it.
-    fn owed(&self) -> BTreeSet<(u64, usize)> {
-        let mut owed = BTreeSet::new();
-        for (id, life) in &self.lives {
-            let live = life.receivers.iter().filter_map(|(d, place)| Some((d, place.live()?)));
-            let failed = live.filter(|(_, side)| side.shared.poll() == KvPoll::Failed);
-            owed.extend(failed.filter(|_| self.lossy && self.episode.proof).map(|(d, _)| (*id, *d)));
-        }
-        owed
-    }
-
     /// The peers' processes are proven dead, or the writes settle.
     fn settle_all(&mut self) {
         let keys: Vec<(u64, OpId)> = self.writes.keys().copied().collect();
@@ -151,9 +140,8 @@ impl Sim {
         }
     }
 
-    /// Everything is back where it started, but for what is owed a proof that was lost.
+    /// Everything is back where it started.
     fn nothing_is_held(&mut self) {
-        let owed = self.owed();
         let mut found = Vec::new();
         for rank in &self.p {
             let held = rank.node.shard.held();
@@ -181,31 +169,30 @@ impl Sim {
                 found.push(format!("{}: {} rooms made, {} ended", rank.name, rank.created, freed.len()));
             }
         }
-        for (d, rank) in self.d.iter().enumerate() {
-            let waiting = owed.iter().filter(|(_, at)| *at == d).count();
+        for rank in &self.d {
             let held = rank.node.shard.held();
-            let want = DecodeHeld {
-                rooms: waiting,
-                generations: waiting,
-                registered: held.registered,
-                ..DecodeHeld::default()
-            };
-            if held != want {
-                found.push(format!("{} holds {held:?}, not {want:?}", rank.node.name));
+            if held != (DecodeHeld { registered: held.registered, ..DecodeHeld::default() }) {
+                found.push(format!("{} holds {held:?}", rank.node.name));
             }
-            if waiting == 0 && (!rank.pages.all_back() || !rank.rows.all_back()) {
+            let live = rank.node.stats.rooms_live.get();
+            let deadlines = rank.node.shard.pending_deadlines();
+            if (live, deadlines) != (0, 0) {
+                found.push(format!("{}: {live} rooms live, {deadlines} deadlines", rank.node.name));
+            }
+            if !rank.pages.all_back() || !rank.rows.all_back() {
                 found.push(format!("{}: pages or slots are not back", rank.node.name));
             }
-            let deadlines = rank.node.shard.pending_deadlines();
-            if waiting == 0 && deadlines != 0 {
-                found.push(format!("{} remembers {deadlines} deadlines", rank.node.name));
+            let freed = rank.node.freed.lock().map(|f| f.clone()).unwrap_or_default();
+            let different: BTreeSet<_> = freed.iter().collect();
+            if different.len() != freed.len() || freed.len() as u64 != rank.created {
+                found.push(format!("{}: {} rooms made, {} ended", rank.node.name, rank.created, freed.len()));
             }
         }
         let in_flight = self.net.in_flight();
         if !in_flight.is_empty() {
             found.push(format!("{} messages are under way for ever: {}", in_flight.len(), in_flight[0]));
         }
-        if self.lives.len() != owed.iter().map(|(id, _)| id).collect::<BTreeSet<_>>().len() {
+        if !self.lives.is_empty() {
             found.push(format!("lives that did not end: {:?}", self.lives.keys()));
         }
         let bound = self.net.bound().len();

@@ -61,11 +61,13 @@ impl Sim {
         });
         let (rates, mut rng) = (self.rates.clone(), self.rng.fork());
         self.net.rule(Action::Duplicate(1), move |_| rng.chance(rates.get().duplicate));
-        // Towards prefill the order of a connection holds, as it does in TCP; statuses and ACKs may come in any.
+        // Towards prefill the order of a connection holds, as it does in TCP, unless every message names its life;
+        // statuses and ACKs may come in any order.
+        let any_order = self.episode.all_ours;
         for late in [300, 3_000, 30_000] {
             let (rates, mut rng) = (self.rates.clone(), self.rng.fork());
             self.net.rule(Action::Overtaken(Duration::from_micros(late)), move |f| {
-                to_decode(f) && rng.chance(rates.get().overtaken / 3.0)
+                (any_order || to_decode(f)) && rng.chance(rates.get().overtaken / 3.0)
             });
         }
     }
@@ -132,7 +134,7 @@ impl Sim {
                 let answer = if self.rng.chance(0.5) {
                     Answer::Refused("the bootstrap server answers 503".into())
                 } else {
-                    Answer::Peers(Arc::new(self.shape(self.p[p].engine, d).peers()))
+                    Answer::Peers(self.peers(self.p[p].engine, d))
                 };
                 let slow = Duration::from_nanos(self.rng.below(200 * MS));
                 self.d[d].node.directory.answer_after(&addr, slow, answer);

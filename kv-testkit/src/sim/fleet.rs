@@ -1,14 +1,17 @@
 //! The processes of an episode: real shards, each with a clock of its own, and the engine's page pools.
 
+use std::sync::Arc;
+
+use kv_core::directory::PrefillPeers;
+use kv_core::memory::MemoryOwner as _;
 use kv_core::net::Endpoint;
 use kv_core::time::Timestamp;
 
 use super::Sim;
 use super::config::PAGE_LEN;
-use crate::directory::Shape;
-use crate::world::{AUX_LEN, DecodeNode, PrefillNode, WorldSpec};
 use crate::Rng;
-use kv_core::memory::MemoryOwner as _;
+use crate::directory::{Answer, Shape};
+use crate::world::{AUX_LEN, DecodeNode, PrefillNode, WorldSpec, process};
 
 /// A clock that is off, and runs fast or slow: local = base + time * num / 1000.
 #[derive(Clone, Copy)]
@@ -145,17 +148,15 @@ impl Sim {
     }
 
     fn new_prefill(&mut self, engine: usize, place: (u32, u32, u32), generation: u32) -> P {
-        let mut spec: WorldSpec = self.episode.prefills[engine].clone();
-        if generation > 0 {
-            spec.prefill_name = format!("{}.{generation}", spec.prefill_name);
-        }
+        let spec: WorldSpec = self.episode.prefills[engine].clone();
         let rank = spec.shape.prefill_rank(place.0, place.1, place.2);
-        let node = PrefillNode::new(&spec, &self.net, &self.fabric, rank, place);
+        let name = format!("p{engine}-{rank}.{generation}");
+        let node = PrefillNode::new(&spec, &self.net, &self.fabric, rank, place, &name);
         node.kv.fill(0, node.entries as usize * node.entry_len, 0);
         self.processes += 1;
         self.set_policy(&node);
         P {
-            name: format!("{}-{rank}", spec.prefill_name),
+            name,
             process: self.processes,
             engine,
             skew: Skew::draw(&mut self.rng, self.episode.skew),
@@ -193,6 +194,7 @@ impl Sim {
             &name,
             Endpoint::new("10.0.1.1", port),
         );
+        node.directory.keep_answers();
         self.processes += 1;
         self.owners.add(
             &name,
@@ -213,10 +215,24 @@ impl Sim {
         }
     }
 
+    /// What the directory has about prefill engine `engine`, for decode rank `d`.
+    pub(super) fn peers(&self, engine: usize, d: usize) -> Arc<PrefillPeers> {
+        let mut peers = self.shape(engine, d).peers();
+        if self.episode.prefills[engine].prefill_ext {
+            for record in &mut peers.records {
+                let p = self.p.iter().find(|p| p.engine == engine && p.node.rank == record.rank);
+                record.ext = p.map(|p| process(&p.name));
+            }
+        }
+        Arc::new(peers)
+    }
+
     /// Decode rank `d` finds every prefill engine.
     pub(super) fn serve(&mut self, d: usize) {
         for engine in 0..self.episode.prefills.len() {
-            self.d[d].node.directory.serve(&self.shape(engine, d));
+            let addr = self.episode.prefills[engine].shape.bootstrap_addr.clone();
+            let peers = self.peers(engine, d);
+            self.d[d].node.directory.answer(&addr, Answer::Peers(peers));
         }
     }
 
@@ -232,6 +248,8 @@ impl Sim {
         self.writes.retain(|(owner, _), _| *owner != process);
         self.senders_gone(p);
         self.p[p] = self.new_prefill(engine, place, generation);
+        // The registry has its row at once; decode has what it fetched before.
+        (0..self.d.len()).for_each(|d| self.serve(d));
     }
 
     /// The process of decode rank `d` ends; another starts at its address.

@@ -60,6 +60,7 @@ impl Place {
 pub(super) struct Life {
     pub(super) room: u64,
     pub(super) prefill: usize,
+    pub(super) decode: usize,
     prefix: u32,
     total: u32,
     /// Where chunks end, as positions; the same on every rank.
@@ -113,6 +114,7 @@ impl Sim {
         let life = Life {
             room,
             prefill,
+            decode,
             prefix,
             total,
             cuts,
@@ -484,6 +486,7 @@ impl Sim {
 
     /// What the handles on decode rank `d` show by now. `unproven`: the shard counted releases without proof meanwhile.
     pub(super) fn observe_receivers(&mut self, d: usize, unproven: bool) {
+        let before = self.unproven_count(d);
         let lives: Vec<u64> = self.on_d[d].iter().copied().collect();
         for id in lives {
             let Some(side) = self.lives.get_mut(&id).and_then(|l| l.receivers.get_mut(&d)?.live_mut()) else { continue };
@@ -524,6 +527,15 @@ impl Sim {
             }
             self.give_back_destination(id, d, unproven);
         }
+        if unproven && self.unproven_count(d) == before {
+            self.wrong(format!("{}: pages released without proof, against the policy", self.d[d].node.name));
+        }
+    }
+
+    /// Rooms of rank `d` whose pages are in quarantine.
+    fn unproven_count(&self, d: usize) -> usize {
+        let lives = self.quarantined.iter().filter_map(|id| self.lives.get(id));
+        lives.flat_map(|l| &l.unproven).filter(|(_, rank, ..)| *rank == d).count()
     }
 
     /// A completion that has arrived wins over a deadline seen in the same step (D5).
@@ -586,7 +598,9 @@ impl Sim {
         // An engine keeps the pages of a finished transfer until it is done with the request.
         if side.shared.releasable() && !side.given && (!success || side.cleared) {
             let (pages, row, process) = (side.pages.clone(), side.row, side.process);
-            if unproven && !success {
+            let by_proof = self.lives.get(&id).is_some_and(|l| self.episode.by_proof(l.prefill, l.decode));
+            // In this step the shard counted a release without proof: it may have been this one.
+            if unproven && !success && !by_proof {
                 self.owners.set(&name, &pages, row as u32, Owner::Unproven(id));
                 self.quarantined.insert(id);
                 if let Some(life) = self.lives.get_mut(&id) {
