@@ -37,6 +37,7 @@ pub enum Mutant {
     ReleaseAtAbort,
     ReleaseAtFailedStatus,
     ReleaseAtClear,
+    RepeatedAbortTakesPagesBack,
     PartialPublishForgotten,
     ReleaseWithoutProof,
     SuccessKeepsPages,

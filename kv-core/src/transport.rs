@@ -147,6 +147,11 @@ pub trait Lane: Send {
     #[allow(clippy::result_large_err)] // the op comes back whole, so that nothing is lost
     fn submit(&mut self, op: WriteOp) -> Result<(), SubmitError>;
 
+    /// Let go of small writes that [`submit`](Self::submit) has held back to send them together. A lane may hold one back
+    /// only while an earlier write to the same peer is in flight, and lets go of it at the next `flush` or `poll`: so
+    /// whoever waits for [`wake_fd`](Self::wake_fd) without calling this waits longer, not for ever. Never blocks.
+    fn flush(&mut self) {}
+
     /// Append all news to `out`. Never blocks.
     fn poll(&mut self, out: &mut Vec<LaneEvent>);
 

@@ -15,6 +15,7 @@ mod prefill;
 mod shared;
 mod stats;
 mod timers;
+mod waiters;
 
 pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
 pub use peer_stats::{PeerNumbers, PeerTable};

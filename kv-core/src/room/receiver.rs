@@ -519,6 +519,9 @@ impl ReceiverRoom {
     }
 
     fn fail(&mut self, now: Timestamp, failure: Failure, generation: &mut u64, out: &mut Vec<ReceiverEffect>) {
+        if self.status == KvPoll::Failed && mutant!(RepeatedAbortTakesPagesBack) {
+            self.hold = Hold::Published;
+        }
         if self.status == KvPoll::Failed && mutant!(ReceiverLastReasonWins) {
             self.failure = Some(failure);
             return;

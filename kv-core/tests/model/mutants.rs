@@ -11,6 +11,7 @@ const SOURCE: &str = "no source overwrite";
 const ONCE: &str = "each (chunk, destination) is delivered at most once";
 const ACK: &str = "ABORT_ACK implies that no write can land";
 const FREE: &str = "pages are freed only after quiescence";
+const FREE_ONCE: &str = "pages are freed at most once";
 const RESURRECTION: &str = "no resurrection";
 const CAUSE: &str = "the first cause wins";
 const TERMINAL: &str = "terminal states absorb";
@@ -46,6 +47,7 @@ const TABLE: &[(Mutant, Setup, &str)] = &[
     (Mutant::ReleaseAtAbort, ONE_EACH, FREE),
     (Mutant::ReleaseAtFailedStatus, ONE_EACH, FREE),
     (Mutant::ReleaseAtClear, ONE_EACH, FREE),
+    (Mutant::RepeatedAbortTakesPagesBack, ONE_EACH, FREE_ONCE),
     (Mutant::PartialPublishForgotten, HALF_PUBLISHED, FREE),
     (Mutant::ReleaseWithoutProof, DEADLINES, FREE),
     (Mutant::SuccessKeepsPages, ONE_EACH, BACK),

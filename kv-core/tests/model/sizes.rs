@@ -156,7 +156,8 @@ fn full_size() {
     let full = [
         Setup::ours("2 prefill, 1 decode, 2 chunks: fault, both abort", 2, 1, 2, all),
         Setup::ours("1 prefill, 2 decode, 2 chunks: fault, both abort", 1, 2, 2, all),
-        Setup::ours("2 prefill, 2 decode, 1 chunk: fault", 2, 2, 1, faults_and_aborts(1, 0, 0)),
+        Setup::ours("2 prefill, 2 decode, 2 chunks: no mishap", 2, 2, 2, CALM),
+        Setup::ours("2 prefill, 2 decode, 1 chunk: a refused post", 2, 2, 1, Budget { refusals: 1, ..CALM }),
         Setup::ours("2 prefill, 1 decode, 1 chunk: 2 faults, decode aborts", 2, 1, 1, faults_and_aborts(2, 0, 1)),
         Setup { name: "1 prefill, 1 decode, 2 chunks: fault, both abort, loss, duplicate, retry, stray", ..lossy },
         Setup::ours(

@@ -226,6 +226,9 @@ impl World {
                 None => self.p[i].step(now),
                 Some(d) => self.d[d].step(now),
             };
+            if let Some(events) = &self.events {
+                events.flush();
+            }
         }
         moved
     }

@@ -305,6 +305,7 @@ impl PrefillShard {
             self.timeouts(now, control);
         }
         self.post_ready(now, control);
+        self.lane.flush();
         let mut at = self.poll_timeout().into_iter().chain(tick).min();
         if !self.ready_peers.is_empty() {
             // A lane that is busy without anything in flight has no news to wake us with.
