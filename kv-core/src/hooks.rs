@@ -64,7 +64,9 @@ pub struct TcpHooks {
 }
 
 impl TcpHooks {
-    /// The default: pages are released by proof, or 30 s after the ABORT without it (counted).
+    /// The default: pages are released by proof (an ACK, or the death of the process), or 30 s after the ABORT without
+    /// it (counted). [`ReleasePolicy::PerPeer`] waits for proof alone; a prefill **host** that vanishes for good, and has no
+    /// successor, then keeps the pages of the rooms it had.
     pub fn new() -> Self {
         Self::with_release(ReleasePolicy::AckOrTimeout(Duration::from_secs(30)))
     }

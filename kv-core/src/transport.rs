@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::ids::{OpId, PeerId};
+use crate::ids::{OpId, PeerId, ProcessGeneration};
 use crate::memory::{MemoryOwner, RegisteredRegion};
 use crate::net::Endpoint;
 use crate::plan::WritePlan;
@@ -181,6 +181,12 @@ pub trait Transport: Send + Sync + 'static {
 
     /// Let go of a peer. Ops in flight end on their own.
     fn disconnect(&self, peer: PeerId);
+
+    /// Proof, on the target's side: this source process has ended, and no write of it can land here any more. Decode asks
+    /// when an ABORT_ACK does not come (requirement F4). False when it cannot be told, and by default. Never blocks.
+    fn inbound_dead(&self, _process: ProcessGeneration) -> bool {
+        false
+    }
 
     /// A lane for one more shard.
     fn lane(&self) -> Result<Box<dyn Lane>, TransportError>;

@@ -101,6 +101,7 @@ impl DecodeManager {
         )
         .map_err(|e| ManagerError::Bootstrap(e.to_string()))?;
         let freed = live.clone();
+        let inbound = transport.clone();
         let (name, of, at) = (transport.local_name().to_owned(), transport.clone(), endpoint.clone());
         let shard_config = DecodeShardConfig {
             limits: config.limits.clone(),
@@ -108,6 +109,7 @@ impl DecodeManager {
                 waiting_timeout: config.waiting_timeout,
                 release: hooks.release_policy(),
             }),
+            inbound_dead: Arc::new(move |process| inbound.inbound_dead(process)),
             extension: hooks.extension().then(ExtPeer::here),
             endpoint: endpoint.clone(),
             name: name.clone(),

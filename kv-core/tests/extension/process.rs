@@ -117,6 +117,25 @@ fn cat_f56_a_peer_that_restarts_with_fewer_capabilities_is_asked_again() {
     end(&mut w, &s, &r);
 }
 
+/// With either policy: proof that comes before the timeout is proof.
+#[test]
+fn r_f4_the_transports_word_that_the_process_is_dead_is_proof() {
+    for release in [ReleasePolicy::PerPeer(secs(30)), ReleasePolicy::AckOrTimeout(secs(30))] {
+        let mut w = held_world(WorldSpec { release, ..WorldSpec::default() });
+        let (_, r, _) = in_flight(&mut w);
+        w.kill_prefill(0);
+        w.abort_d(0, &r);
+        w.advance(secs(5));
+        assert!(!r.releasable());
+        let name = w.p[0].name.clone();
+        w.d[0].dead_sources.lock().unwrap().insert(process(&name).process);
+        w.advance(secs(2));
+        assert!(r.releasable());
+        assert_eq!((w.d[0].stats.released_with_proof.get(), w.d[0].stats.released_without_proof.get()), (1, 0));
+        w.abandon();
+    }
+}
+
 #[test]
 fn r_f4_a_successor_at_the_same_endpoint_is_proof() {
     let (mut w, r) = orphaned();

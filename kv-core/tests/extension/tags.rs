@@ -60,7 +60,8 @@ fn r_h3_cat_f47_a_tag_that_does_not_match_is_a_named_failure() {
     fn tag(ext: &mut Extension) -> &mut RoomTag {
         ext.tag.as_mut().expect("a tag")
     }
-    let changes: [(fn(&mut Extension), &str); 6] = [
+    type Change = (fn(&mut Extension), &'static str);
+    let changes: [Change; 6] = [
         (|e| tag(e).head ^= 1, "another room, life, prefix length, metadata slot or geometry"),
         (|e| tag(e).wrote_aux = false, "another room, life, prefix length, metadata slot or geometry"),
         (|e| tag(e).pages ^= 1, "it wrote 2 pages, but others than were announced"),
@@ -97,11 +98,14 @@ fn r_h3_several_chunks_a_prefix_and_an_empty_request_match() {
     }
 }
 
+/// TP, CP and PP rank.
+type Places<'a> = &'a [(u32, u32, u32)];
+
 const LIFE: u64 = 5;
 const GEOMETRY: u64 = 77;
 
 /// Decode's room with these prefill ranks, metadata for `pages` published.
-fn receiver(ranks: &[(u32, u32, u32)], pages: &[i32]) -> ReceiverRoom {
+fn receiver(ranks: Places<'_>, pages: &[i32]) -> ReceiverRoom {
     let ext = Some(ExtPeer::new(ProcessGeneration(1)));
     let record = |(i, &(tp_rank, cp_rank, pp_rank)): (usize, &(u32, u32, u32))| PrefillRecord {
         endpoint: Endpoint::new("p", 1 + i as u16),
@@ -162,7 +166,7 @@ fn r_h3_ranks_that_share_the_pages_are_checked_together() {
     let cp = [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)];
     let sharded = [(0, 0, 0), (1, 0, 0)];
     let whole = [(0, 0, 0), (0, 0, 1)];
-    let good: [(&[(u32, u32, u32)], Vec<ReceiverEvent>); 4] = [
+    let good: [(Places<'_>, Vec<ReceiverEvent>); 4] = [
         (
             &cp,
             vec![
@@ -184,7 +188,7 @@ fn r_h3_ranks_that_share_the_pages_are_checked_together() {
         }
         assert_eq!(room.poll(), KvPoll::Success, "case {i}: {:?}", room.failure());
     }
-    let bad: [(&[(u32, u32, u32)], Vec<ReceiverEvent>); 3] = [
+    let bad: [(Places<'_>, Vec<ReceiverEvent>); 3] = [
         // The same part twice; a part missing; the parts of one stage written by the other.
         (&sharded, vec![wrote(0, &[(0, front)], true), wrote(1, &[(0, front)], false)]),
         (&sharded, vec![wrote(0, &[(0, front)], true), wrote(1, &[(2, &back[..1])], false)]),

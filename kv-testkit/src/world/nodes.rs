@@ -1,13 +1,13 @@
 //! The ranks of a world: a shard with everything it talks to.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv_core::engine::{
     AuxRule, Connected, Connector, DecodeCommand, DecodeShard, DecodeShardConfig, PrefillCommand, PrefillShard,
     PrefillShardConfig, RoomShared, Stats,
 };
-use kv_core::ids::{PeerId, PrefillRank, Room};
+use kv_core::ids::{PeerId, PrefillRank, ProcessGeneration, Room};
 use kv_core::layout::LocalLayout;
 use kv_core::memory::MemoryOwner;
 use kv_core::net::Endpoint;
@@ -261,6 +261,8 @@ pub struct DecodeNode {
     pub commands: Vec<DecodeCommand>,
     /// Room numbers given back.
     pub freed: Freed,
+    /// Prefill processes that its transport knows to be dead.
+    pub dead_sources: Arc<Mutex<BTreeSet<ProcessGeneration>>>,
     /// When it wants to be stepped next.
     pub wake: Option<Timestamp>,
     /// Not stepped: a process that is stopped.
@@ -305,6 +307,8 @@ impl DecodeNode {
         directory.answer(&spec.shape.bootstrap_addr, Answer::Peers(Arc::new(spec.peers(rank))));
         let (freed, stats) = (Freed::default(), Arc::new(Stats::default()));
         let gone = freed.clone();
+        let dead_sources: Arc<Mutex<BTreeSet<ProcessGeneration>>> = Arc::default();
+        let known_dead = dead_sources.clone();
         let config = DecodeShardConfig {
             limits: spec.limits.clone(),
             policy: Arc::new(ReceiverPolicy { waiting_timeout: spec.waiting_timeout, release: spec.release }),
@@ -312,6 +316,7 @@ impl DecodeNode {
             name: name.into(),
             freed: Arc::new(move |r: &RoomShared| lock(&gone).push((r.room(), r.life()))),
             registration: Arc::new(move || registration.clone()),
+            inbound_dead: Arc::new(move |process| lock(&known_dead).contains(&process)),
             extension: spec.decode_ext.then(|| process(name)),
         };
         let shard = DecodeShard::new(config, spec.hooks.clone(), Box::new(directory.clone()), stats.clone());
@@ -327,6 +332,7 @@ impl DecodeNode {
             aux,
             entries,
             commands: Vec::new(),
+            dead_sources,
             freed,
             wake: None,
             stopped: false,

@@ -12,7 +12,7 @@ use super::{MalformedLog, NextWake, RoomFreed, RoomShared, Stats};
 use crate::control::{ControlEvent, ControlPlane, Multipart};
 use crate::directory::{Directory, DirectoryEvent, DirectoryRequest, PrefillPeers, PrefillRecord};
 use crate::hooks::ManagerHooks;
-use crate::ids::{PrefillRank, Room};
+use crate::ids::{PrefillRank, ProcessGeneration, Room};
 use crate::limits::Limits;
 use crate::mutants::mutant;
 use crate::net::Endpoint;
@@ -74,6 +74,8 @@ pub struct DecodeShardConfig {
     pub freed: RoomFreed,
     /// Our registration as of now.
     pub registration: Arc<dyn Fn() -> Registration + Send + Sync>,
+    /// [`Transport::inbound_dead`](crate::transport::Transport::inbound_dead).
+    pub inbound_dead: Arc<dyn Fn(ProcessGeneration) -> bool + Send + Sync>,
     /// What we say of ourselves to peers of ours (H4); `None`: to everybody exactly what 0.5.23 says.
     pub extension: Option<ExtPeer>,
 }
@@ -99,8 +101,9 @@ struct Entry {
     bootstrap_addr: String,
     prefill_dp_rank: Option<u32>,
     armed: Option<Timestamp>,
-    /// When to look for proof that does not come by itself.
+    /// When to look for proof that does not come by itself; and when to ask others for it.
     look_at: Option<Timestamp>,
+    ask_at: Timestamp,
     generation: Option<u64>,
     reported: bool,
 }
@@ -118,6 +121,8 @@ pub struct DecodeShard {
     /// Lookups that look for successors of prefill ranks which owe proof; and when each pool was asked for anew.
     looking: HashMap<u64, RoomKey>,
     looked: HashMap<String, Timestamp>,
+    /// What the transport said last of each process.
+    dead: HashMap<ProcessGeneration, (Timestamp, bool)>,
     next_token: u64,
     /// Connection-pool keys we registered with.
     registered: HashMap<String, Arc<PrefillPeers>>,
@@ -171,6 +176,7 @@ impl DecodeShard {
             resolving: HashMap::new(),
             looking: HashMap::new(),
             looked: HashMap::new(),
+            dead: HashMap::new(),
             next_token: 0,
             registered: HashMap::new(),
             generation: 0,
@@ -292,6 +298,7 @@ impl DecodeShard {
             prefill_dp_rank,
             armed: None,
             look_at: None,
+            ask_at: Timestamp::default(),
             generation: None,
             reported: false,
         };
@@ -588,7 +595,11 @@ impl DecodeShard {
     fn after(&mut self, now: Timestamp, key: RoomKey) {
         let Some(e) = self.rooms.get_mut(key) else { return };
         if !e.room.finished() {
-            e.look_at = e.room.awaits_proof().then(|| e.look_at.unwrap_or(now + proof::LOOK));
+            if e.room.armed_generation().is_none() {
+                e.look_at = None;
+            } else if e.look_at.is_none() {
+                (e.look_at, e.ask_at) = (Some(now + proof::LOOK), now + proof::ASK);
+            }
             let Some(at) = e.due() else { return };
             if e.armed.is_none_or(|armed| at < armed) {
                 e.armed = Some(at);

@@ -5,16 +5,33 @@ use super::*;
 /// The same peers are asked for anew, for rooms that wait for proof, at most this often.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
-/// A room that waits for proof looks for it this often.
-pub(super) const LOOK: Duration = Duration::from_secs(30);
+/// A room whose pages are held asks the transport for proof this often.
+pub(super) const LOOK: Duration = Duration::from_secs(2);
+/// It asks the prefill ranks and the directory this often, when nothing but proof frees it.
+pub(super) const ASK: Duration = Duration::from_secs(30);
 
 impl DecodeShard {
     pub(super) fn look_for_proof_if_due(&mut self, now: Timestamp, key: RoomKey, control: &mut dyn ControlPlane) {
-        let Some(e) = self.rooms.get_mut(key) else { return };
-        if e.room.awaits_proof() && e.look_at.is_some_and(|t| t <= now) {
-            e.look_at = Some(now + LOOK);
-            self.look_for_proof(now, key, control);
+        let Some(e) = self.rooms.get_mut(key).filter(|e| e.look_at.is_some_and(|t| t <= now)) else { return };
+        e.look_at = Some(now + LOOK);
+        let records = e.room.peers().map_or(&[][..], |p| &p.records);
+        let owes = e.room.unacked().filter_map(|rank| records.iter().find(|r| r.rank == rank));
+        let owes: Vec<_> = owes.filter_map(|r| Some((r.rank, r.ext?.process))).collect();
+        for (rank, process) in owes {
+            if self.is_dead(now, process) {
+                self.drive(now, key, ReceiverEvent::RankDead(rank), control);
+            }
         }
+        let Some(e) = self.rooms.get_mut(key).filter(|e| e.room.awaits_proof() && e.ask_at <= now) else { return };
+        e.ask_at = now + ASK;
+        self.look_for_proof(now, key, control);
+    }
+
+    /// Asked once a turn for all rooms: many may wait for one process.
+    fn is_dead(&mut self, now: Timestamp, process: ProcessGeneration) -> bool {
+        self.dead.retain(|_, (at, _)| now.since(*at) < LOOK / 2);
+        let inbound_dead = &self.config.inbound_dead;
+        self.dead.entry(process).or_insert_with(|| (now, inbound_dead(process))).1
     }
 
     /// A room waits for proof that does not come. Its ABORT goes out again, since it or the ACK may be lost, and a
