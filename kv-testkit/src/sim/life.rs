@@ -99,7 +99,8 @@ impl Sim {
     pub(super) fn new_life(&mut self, prefill: usize, decode: usize, odd: bool) -> u64 {
         self.born += 1;
         let id = self.first_life + self.born;
-        let reused = if self.episode.reuse && self.rng.chance(0.7) { self.numbers.pop_front() } else { None };
+        let again = self.episode.reuse && odd && self.rng.chance(0.7);
+        let reused = if again { self.numbers.entry(decode).or_default().pop_front() } else { None };
         let room = reused.unwrap_or_else(|| {
             self.next_room += 1 + self.rng.below(3);
             self.next_room
@@ -427,6 +428,7 @@ impl Sim {
                 ));
                 if matches!(poll, KvPoll::WaitingForInput | KvPoll::Transferring)
                     && side.shared.decode_prefix_len() != prefix
+                    && !self.episode.reuse
                 {
                     let got = side.shared.decode_prefix_len();
                     self.wrong(format!("{}: life {id}: decode_prefix_len {got}, not {prefix}", self.p[p].name));
@@ -651,7 +653,7 @@ impl Sim {
         let Some(life) = self.lives.get(&id) else { return };
         let over = |all: &BTreeMap<usize, Place>| all.values().all(|s| matches!(s, Place::Over));
         if over(&life.senders) && over(&life.receivers) && life.unproven.is_empty() {
-            self.numbers.push_back(life.room);
+            self.numbers.entry(life.decode).or_default().push_back(life.room);
             self.lives.remove(&id);
             self.report.lives += 1;
         }

@@ -270,7 +270,8 @@ struct Sim {
     born: u64,
     first_life: u64,
     next_room: u64,
-    numbers: VecDeque<u64>,
+    /// Numbers whose lives are over, by decode engine.
+    numbers: BTreeMap<usize, VecDeque<u64>>,
     /// Writes that are not quiet, by process and op.
     writes: BTreeMap<(u64, OpId), Write>,
     /// Lives with pages that were released without proof.
@@ -321,7 +322,7 @@ impl Sim {
             limits: Limits::default(),
             owners,
             trace,
-            told: Told::default(),
+            told: Told::new(episode.reuse),
             rates,
             p: Vec::new(),
             d: Vec::new(),
@@ -330,7 +331,7 @@ impl Sim {
             on_d: Vec::new(),
             lives: BTreeMap::new(),
             born: 0,
-            numbers: VecDeque::new(),
+            numbers: BTreeMap::new(),
             writes: BTreeMap::new(),
             quarantined: BTreeSet::new(),
             impostors: Vec::new(),
@@ -511,7 +512,8 @@ impl Sim {
             .collect();
         for failed in told {
             let to = self.d.iter().find(|d| d.node.endpoint == failed.to).map(|d| d.node.name.clone());
-            let lives: Vec<u64> = self.lives.iter().filter(|(_, l)| l.room == failed.room).map(|(id, _)| *id).collect();
+            let is_it = |id: u64, room: u64| room == failed.room && (failed.life == 0 || failed.life == id);
+            let lives: Vec<u64> = self.lives.iter().filter(|(id, l)| is_it(**id, l.room)).map(|(id, _)| *id).collect();
             let open = |sim: &Self| {
                 let mut of = lives.iter().flat_map(|id| sim.open_writes(sim.p[p].process, *id));
                 of.find(|(_, w)| !w.dst_quiet && Some(&w.to) == to.as_ref()).map(|(op, _)| op)
