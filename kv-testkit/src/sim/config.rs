@@ -159,11 +159,12 @@ impl Episode {
     }
 
     /// Decode gives pages of failed rooms back by proof only.
-    pub(super) fn by_proof(&self, prefill: usize, decode: usize) -> bool {
+    pub(super) fn by_proof(&self, prefill: usize) -> bool {
         match self.release {
             ReleasePolicy::Proof => true,
             ReleasePolicy::AckOrTimeout(_) => false,
-            ReleasePolicy::PerPeer(_) => self.ours(prefill, decode),
+            // What a rank of ours acks is proof also to a decode that does not say that it is ours.
+            ReleasePolicy::PerPeer(_) => self.prefills[prefill].prefill_ext,
         }
     }
 

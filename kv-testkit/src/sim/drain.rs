@@ -112,7 +112,7 @@ impl Sim {
                 let name = &self.d[*d].node.name;
                 // A prefill rank acks when nothing of the room can be written any more, to whichever decode rank.
                 let writer = self.writes.values().find(|w| w.life == *id);
-                let proof = self.episode.by_proof(life.prefill, life.decode);
+                let proof = self.episode.by_proof(life.prefill);
                 let Some(writer) = writer.filter(|_| proof && side.shared.poll() == KvPoll::Failed) else {
                     found.push(format!("{name}: life {id} of room {} is held for nothing", life.room));
                     continue;

@@ -600,7 +600,7 @@ impl Sim {
         // An engine keeps the pages of a finished transfer until it is done with the request.
         if side.shared.releasable() && !side.given && (!success || side.cleared) {
             let (pages, row, process) = (side.pages.clone(), side.row, side.process);
-            let by_proof = self.lives.get(&id).is_some_and(|l| self.episode.by_proof(l.prefill, l.decode));
+            let by_proof = self.lives.get(&id).is_some_and(|l| self.episode.by_proof(l.prefill));
             // In this step the shard counted a release without proof: it may have been this one.
             if unproven && !success && !by_proof {
                 self.owners.set(&name, &pages, row as u32, Owner::Unproven(id));

@@ -51,8 +51,9 @@ impl Told {
         let mut inner = self.lock();
         let per = inner.reuse.then(|| to.clone());
         inner.new.push(Failed { room: s.room, life, to: to.clone() });
-        // Metadata that found no sender expires with a reason of its own; the sender may come still.
-        if reason.contains("made no sender") {
+        // Metadata that found no sender expires with a reason of its own, and the sender may come still; what was meant
+        // for an earlier process is refused before anybody looks whose it is.
+        if reason.contains("made no sender") || reason.contains("prefill was restarted") {
             return;
         }
         let first = inner.first.entry((from.clone(), s.room, life, per)).or_insert_with(|| reason.clone()).clone();
