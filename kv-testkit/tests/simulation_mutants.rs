@@ -9,13 +9,42 @@ use Mutant::*;
 
 /// What it finds.
 const FOUND: &[Mutant] = &[
-    PopAllOnFailure, DischargeOnError, ErrorProvesQuiet, SourceFreeAtTerminal, DoublePostOnRetry, SuccessBeforeSiblings,
-    SuccessAfterAnyChunk, SenderLeavesSuccess, SenderLastReasonWins, PostAfterFailure, StartBeforeMetadata,
-    ClearForgetsRetained, CountedTwice, DrainNotSaid, FailedBeforeSettled, CountMessagesNotRanks, AcceptUnaskedRank,
-    ReceiverLeavesSuccess, ReceiverLeavesFailed, ReceiverLastReasonWins, AckOfAnyGeneration, OneAckReleases,
-    AckCountedTwice, ReleaseAtAbort, ReleaseAtFailedStatus, ReleaseAtClear, PartialPublishForgotten,
-    ReleaseWithoutProof, SuccessKeepsPages, ForgetAckTargetsAtClear, ReuseResetsOutstanding, AckIgnoresClearedLives,
-    LateStatusCreatesRoom, DeadlineBeatsCompletion, ForgetOpAtError,
+    PopAllOnFailure,
+    DischargeOnError,
+    ErrorProvesQuiet,
+    SourceFreeAtTerminal,
+    DoublePostOnRetry,
+    SuccessBeforeSiblings,
+    SuccessAfterAnyChunk,
+    SenderLeavesSuccess,
+    SenderLastReasonWins,
+    PostAfterFailure,
+    StartBeforeMetadata,
+    ClearForgetsRetained,
+    CountedTwice,
+    DrainNotSaid,
+    FailedBeforeSettled,
+    CountMessagesNotRanks,
+    AcceptUnaskedRank,
+    ReceiverLeavesSuccess,
+    ReceiverLeavesFailed,
+    ReceiverLastReasonWins,
+    AckOfAnyGeneration,
+    OneAckReleases,
+    AckCountedTwice,
+    ReleaseAtAbort,
+    ReleaseAtFailedStatus,
+    ReleaseAtClear,
+    RepeatedAbortTakesPagesBack,
+    PartialPublishForgotten,
+    ReleaseWithoutProof,
+    SuccessKeepsPages,
+    ForgetAckTargetsAtClear,
+    ReuseResetsOutstanding,
+    AckIgnoresClearedLives,
+    LateStatusCreatesRoom,
+    DeadlineBeatsCompletion,
+    ForgetOpAtError,
 ];
 
 #[test]
@@ -26,7 +55,7 @@ fn the_simulation_finds_known_faults() {
     let only = std::env::var("ONLY").unwrap_or_default();
     for mutant in FOUND.iter().filter(|m| format!("{m:?}").contains(&only)) {
         set(Some(*mutant));
-        let result = run(SimOptions::new(1, 6_000));
+        let result = run(SimOptions::new(1, 20_000));
         set(None);
         match result {
             Ok(_) => missed.push(*mutant),

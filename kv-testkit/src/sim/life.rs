@@ -61,6 +61,7 @@ pub(super) struct Life {
     pub(super) room: u64,
     pub(super) prefill: usize,
     pub(super) decode: usize,
+    number_free: bool,
     prefix: u32,
     total: u32,
     /// Where chunks end, as positions; the same on every rank.
@@ -116,6 +117,7 @@ impl Sim {
             room,
             prefill,
             decode,
+            number_free: false,
             prefix,
             total,
             cuts,
@@ -379,6 +381,7 @@ impl Sim {
         self.trace.line(format_args!("{} clears life {id}", self.p[p].name));
         self.p[p].node.push(PrefillCommand::Clear(side.shared.clone()));
         self.touched_p.insert(p);
+        self.maybe_free_number(id);
     }
 
     pub(super) fn clear_receiver(&mut self, id: u64, d: usize) {
@@ -387,6 +390,7 @@ impl Sim {
         self.trace.line(format_args!("{} clears life {id}", self.d[d].node.name));
         self.d[d].node.commands.push(DecodeCommand::Clear(side.shared.clone()));
         self.touched_d.insert(d);
+        self.maybe_free_number(id);
     }
 
     /// A client uses a number that is live.
@@ -649,11 +653,25 @@ impl Sim {
         self.maybe_end(id);
     }
 
+    /// Both sides have cleared the room: a client may use its number again, whatever is still held for this life.
+    fn maybe_free_number(&mut self, id: u64) {
+        let Some(life) = self.lives.get_mut(&id) else { return };
+        let cleared = |place: &Place| match place {
+            Place::Planned => false,
+            Place::Live(side) => side.cleared,
+            Place::Over => true,
+        };
+        if !life.number_free && life.senders.values().chain(life.receivers.values()).all(cleared) {
+            life.number_free = true;
+            self.numbers.entry(life.decode).or_default().push_back(life.room);
+        }
+    }
+
     fn maybe_end(&mut self, id: u64) {
+        self.maybe_free_number(id);
         let Some(life) = self.lives.get(&id) else { return };
         let over = |all: &BTreeMap<usize, Place>| all.values().all(|s| matches!(s, Place::Over));
         if over(&life.senders) && over(&life.receivers) && life.unproven.is_empty() {
-            self.numbers.entry(life.decode).or_default().push_back(life.room);
             self.lives.remove(&id);
             self.report.lives += 1;
         }
