@@ -9,6 +9,7 @@ use kv_core::event::SourceEvent;
 use kv_core::ids::Room;
 use kv_core::poll::KvPoll;
 use kv_core::room::{ChunkSpec, PublishSpec};
+use kv_core::time::Timestamp;
 
 use super::oracle::{Owner, page, slot};
 use super::{Ev, Sim};
@@ -59,6 +60,7 @@ impl Place {
 /// One life of a room number.
 pub(super) struct Life {
     pub(super) room: u64,
+    born: Timestamp,
     pub(super) prefill: usize,
     pub(super) decode: usize,
     number_free: bool,
@@ -115,6 +117,7 @@ impl Sim {
         let (p, d) = (self.prefill_ranks(prefill), self.decode_ranks(decode));
         let life = Life {
             room,
+            born: self.clock.now(),
             prefill,
             decode,
             number_free: false,
@@ -557,7 +560,8 @@ impl Sim {
             let about = |f: &crate::net::Flight| f.frames.get(1).is_some_and(|r| *r == room.as_bytes());
             self.net.in_flight().iter().any(|f| f.to == *endpoint && about(f))
         };
-        if told && !self.lossy && !self.stalled && !on_its_way() {
+        let no_loss = self.episode.rates.loss == 0.0 && self.trouble_at < life.born;
+        if told && no_loss && !on_its_way() {
             let name = &self.d[d].node.name;
             self.wrong(format!("{name}: life {id}: timed out, and every Success had arrived"));
         }
