@@ -126,6 +126,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
             admission: Key([3; 16]),
             session: Key([4; 16]),
             source: "p-1".into(),
+            process: kv_core::ids::ProcessGeneration(6),
             host,
             direct: true,
             nonce_addr: 77,

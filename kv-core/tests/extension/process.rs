@@ -129,7 +129,7 @@ fn r_f4_the_transports_word_that_the_process_is_dead_is_proof() {
         assert!(!r.releasable());
         let name = w.p[0].name.clone();
         w.d[0].dead_sources.lock().unwrap().insert(process(&name).process);
-        w.advance(secs(2));
+        w.advance(secs(5));
         assert!(r.releasable());
         assert_eq!((w.d[0].stats.released_with_proof.get(), w.d[0].stats.released_without_proof.get()), (1, 0));
         w.abandon();

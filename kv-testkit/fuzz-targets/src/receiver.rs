@@ -81,6 +81,7 @@ impl Model {
             tp_rank: rank,
             pp_rank: 0,
             is_dummy: rank >= self.required,
+            ext: None,
         };
         ReceiverEvent::Peers(Ok(Arc::new(PrefillPeers {
             bootstrap_addr: "p:8998".into(),

@@ -114,6 +114,8 @@ impl Model {
                     required_dst_info_num: required,
                     decode_prefix_len: (kind & 128 != 0).then_some(7),
                     is_dummy,
+                    writes_aux: true,
+                    life: None,
                 }));
             }
             2..=4 => {
@@ -239,6 +241,7 @@ impl Model {
                     *self.told.entry((to.clone(), *status)).or_default() += 1;
                     assert!(*status != KvPoll::Failed || !withheld, "told over a write that is not quiet");
                 }
+                SenderEffect::StatusOf { .. } => panic!("no decode named a life"),
                 SenderEffect::Drained => assert_eq!(self.unquiet(), 0, "drained over a write that is not quiet"),
                 _ => {}
             }

@@ -5,7 +5,7 @@ use kv_core::control::Multipart;
 use kv_core::hooks::TCP_GUARD;
 use kv_core::limits::Limits;
 use kv_core::wire::message::*;
-use kv_core::wire::{Dialect, MooncakeDialect, MoriDialect, NixlDialect, describe};
+use kv_core::wire::{Dialect, Extension, MessageKind, MooncakeDialect, MoriDialect, NixlDialect, describe};
 use kv_testkit::vectors;
 
 use crate::input::{Input, put_frames};
@@ -36,6 +36,12 @@ pub const WORDS: &[&[u8]] = &[
     b"VRAM",
     b"DRAM",
     b"true",
+    // An extension: who speaks, then a life, a tag, and a field that nobody knows.
+    b"\0KVX1",
+    b"\0KVX1\x01\x07\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+    b"\x02\x08\x09\0\0\0\0\0\0\0",
+    b"\x03\x15\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x02\0\0\0\x01",
+    b"\x63\x02ab",
 ];
 
 /// Bounds that small inputs reach.
@@ -77,6 +83,8 @@ fn run(dialect: &dyn Dialect, data: &[u8]) {
     assert!(prefill.is_err() || decode.is_err(), "one message, two directions: {prefill:?} and {decode:?}");
     let text = describe(dialect, &frames);
     assert!(text.ends_with('\n') && text.len() < 4096 + 2048 * (1 + frames.len()), "{} bytes of text", text.len());
+    extension(dialect, &frames, prefill.as_ref().ok().map(ToPrefill::kind));
+    extension(dialect, &frames, decode.as_ref().ok().map(ToDecode::kind));
     if let Ok(message) = prefill {
         within(&message, &limits);
         survives(&message, |m| to_prefill(dialect, m), |f| dialect.parse_to_prefill(f, &Limits::default()));
@@ -84,6 +92,21 @@ fn run(dialect: &dyn Dialect, data: &[u8]) {
     if let Ok(message) = decode {
         survives(&message, |m| to_decode(dialect, m), |f| dialect.parse_to_decode(f, &Limits::default()));
     }
+}
+
+/// What stands behind a message, and in any frame, is an extension, an error or nothing; an extension survives.
+fn extension(dialect: &dyn Dialect, frames: &[Bytes], kind: Option<MessageKind>) {
+    for frame in frames {
+        if let Ok(Some(ext)) = Extension::parse(frame) {
+            assert_eq!(Extension::parse(&ext.encode()), Ok(Some(ext)));
+        }
+    }
+    let Some(kind) = kind else { return };
+    let Ok(Some(ext)) = dialect.extension(kind, frames) else { return };
+    let full = dialect.frames(kind);
+    let mut again: Multipart = frames[..full].iter().cloned().collect();
+    assert_eq!(dialect.attach_extension(kind, &mut again, &ext), Ok(()));
+    assert_eq!(dialect.extension(kind, &again), Ok(Some(ext)));
 }
 
 /// What we would send for a message that we took is taken again, and is sent alike from then on.

@@ -104,6 +104,7 @@ struct Entry {
     /// When to look for proof that does not come by itself; and when to ask others for it.
     look_at: Option<Timestamp>,
     ask_at: Timestamp,
+    look_every: Duration,
     generation: Option<u64>,
     reported: bool,
 }
@@ -299,6 +300,7 @@ impl DecodeShard {
             armed: None,
             look_at: None,
             ask_at: Timestamp::default(),
+            look_every: proof::LOOK,
             generation: None,
             reported: false,
         };
@@ -597,7 +599,7 @@ impl DecodeShard {
         if !e.room.finished() {
             if e.room.armed_generation().is_none() {
                 e.look_at = None;
-            } else if e.look_at.is_none() {
+            } else if e.look_at.is_none() && (e.room.awaits_proof() || self.config.extension.is_some()) {
                 (e.look_at, e.ask_at) = (Some(now + proof::LOOK), now + proof::ASK);
             }
             let Some(at) = e.due() else { return };

@@ -5,7 +5,7 @@ use super::*;
 /// The same peers are asked for anew, for rooms that wait for proof, at most this often.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
-/// A room whose pages are held asks the transport for proof this often.
+/// A room whose pages are held asks the transport for proof after this time, then ever more rarely, down to [`ASK`].
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 /// It asks the prefill ranks and the directory this often, when nothing but proof frees it.
 pub(super) const ASK: Duration = Duration::from_secs(30);
@@ -13,7 +13,9 @@ pub(super) const ASK: Duration = Duration::from_secs(30);
 impl DecodeShard {
     pub(super) fn look_for_proof_if_due(&mut self, now: Timestamp, key: RoomKey, control: &mut dyn ControlPlane) {
         let Some(e) = self.rooms.get_mut(key).filter(|e| e.look_at.is_some_and(|t| t <= now)) else { return };
-        e.look_at = Some(now + LOOK);
+        let next = now + e.look_every;
+        e.look_at = Some(if e.ask_at > now { next.min(e.ask_at) } else { next });
+        e.look_every = (e.look_every * 2).min(ASK);
         let records = e.room.peers().map_or(&[][..], |p| &p.records);
         let owes = e.room.unacked().filter_map(|rank| records.iter().find(|r| r.rank == rank));
         let owes: Vec<_> = owes.filter_map(|r| Some((r.rank, r.ext?.process))).collect();
