@@ -62,7 +62,8 @@ impl DecodeShard {
         self.directory.request(request);
     }
 
-    /// A new process of ours in the row of a rank, from the same host: the one before it is gone.
+    /// A new process of ours at the very endpoint of a rank: the one before it has let go of its port, so it is gone. A
+    /// process elsewhere, also on the same host, proves nothing: the old one may only be stopped.
     pub(super) fn looked_for_successors(
         &mut self,
         now: Timestamp,
@@ -75,9 +76,9 @@ impl DecodeShard {
         let replaced = |rank: &PrefillRank| {
             let of = |p: &PrefillPeers| {
                 let record = p.records.iter().find(|r| r.rank == *rank)?;
-                Some((record.endpoint.host().to_owned(), record.ext?.process))
+                Some((record.endpoint.clone(), record.ext?.process))
             };
-            of(peers).zip(of(found)).is_some_and(|((host, was), (host_now, is))| host == host_now && was != is)
+            of(peers).zip(of(found)).is_some_and(|((at, was), (at_now, is))| at == at_now && was != is)
         };
         let dead: Vec<PrefillRank> = e.room.unacked().filter(replaced).collect();
         for rank in dead {

@@ -38,17 +38,21 @@ impl PrefillShard {
     pub(super) fn post_ready(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
         let mut busy = Vec::new();
         while let Some(name) = self.ready_peers.pop_front() {
-            if self.ops.len() >= self.config.limits.max_ops_in_flight {
+            if self.in_flight.len() >= self.config.limits.max_ops_in_flight {
                 busy.push(name);
                 break;
             }
             let Some(peer) = self.peers.get_mut(&name) else { continue };
             let (Link::Ready(id), Some(pairing)) = (&peer.link, peer.pairing.clone()) else { continue };
             let id = *id;
+            if peer.in_flight >= self.config.limits.max_ops_per_peer {
+                busy.push(name);
+                continue;
+            }
             let Some(post) = peer.posts.pop_front() else { continue };
             peer.last_used = now;
             self.posted_at = now;
-            match self.try_post(now, post, id, &pairing) {
+            match self.try_post(now, post, &name, id, &pairing) {
                 Ok(event) => {
                     // Round robin over peers.
                     self.ready_peers.push_back(name);
@@ -77,6 +81,7 @@ impl PrefillShard {
         &mut self,
         now: Timestamp,
         post: Post<RoomKey>,
+        name: &Arc<str>,
         peer: crate::ids::PeerId,
         pairing: &Arc<Pairing>,
     ) -> Result<Option<SenderEvent>, PostError> {
@@ -113,15 +118,17 @@ impl PrefillShard {
             Err(_) => {
                 let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
                 self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
-                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
-                self.retain(now, id, (false, false));
+                self.retain(now, id, OpRef { key, chunk, dest, bytes, name: name.clone() }, (false, false));
                 self.stats.transport_panics.inc();
                 self.stats.ops_unresolved.inc();
                 return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
             }
         }
         self.stats.ops_posted.inc();
-        self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
+        self.in_flight.insert(id, OpRef { key, chunk, dest, bytes, name: name.clone() });
+        if let Some(p) = self.peers.get_mut(name) {
+            p.in_flight += 1;
+        }
         Ok(Some(SenderEvent::Posted(chunk, dest, id)))
     }
 }
