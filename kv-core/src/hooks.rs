@@ -38,14 +38,20 @@ pub trait ManagerHooks: Send + Sync + 'static {
         None
     }
 
-    /// When decode is told of a failure while a write is unresolved.
+    /// When decode is told of a failure while a write is unresolved: by default as each peer allows.
     fn failed_status_policy(&self) -> FailedStatusPolicy {
-        FailedStatusPolicy::WhenSettled
+        FailedStatusPolicy::PerPeer
     }
 
-    /// When decode's pages of a failed room are free.
+    /// When decode's pages of a failed room are free: by default on proof between two of ours, else on proof or after
+    /// 30 s.
     fn release_policy(&self) -> ReleasePolicy {
-        ReleasePolicy::AckOrTimeout(Duration::from_secs(30))
+        ReleasePolicy::PerPeer(Duration::from_secs(30))
+    }
+
+    /// Whether peers of ours are spoken to with the extension (H4). Without it every peer gets exactly 0.5.23's bytes.
+    fn extension(&self) -> bool {
+        true
     }
 }
 
@@ -58,7 +64,9 @@ pub struct TcpHooks {
 }
 
 impl TcpHooks {
-    /// The default: pages are released by proof, or 30 s after the ABORT without it (counted).
+    /// The default: pages are released by proof (an ACK, or the death of the process), or 30 s after the ABORT without
+    /// it (counted). [`ReleasePolicy::PerPeer`] waits for proof alone; a prefill **host** that vanishes for good, and has no
+    /// successor, then keeps the pages of the rooms it had.
     pub fn new() -> Self {
         Self::with_release(ReleasePolicy::AckOrTimeout(Duration::from_secs(30)))
     }

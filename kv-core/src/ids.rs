@@ -1,7 +1,9 @@
 //! Identifiers. Each is a newtype, so that a room is never taken for a rank.
 
 use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::num::NonZeroU64;
+use std::sync::{Mutex, PoisonError};
 
 /// One request's transfer: SGLang's `bootstrap_room`.
 ///
@@ -86,4 +88,45 @@ id! {
 id! {
     /// A registered region of local memory, unique within a transport.
     RegionId(u32)
+}
+
+/// One process, told from any other that had or will have its address (F56). Random, never 0.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ProcessGeneration(pub u128);
+
+impl ProcessGeneration {
+    /// This process. Drawn at the first call, and anew in a child that was forked.
+    pub fn here() -> Self {
+        static HERE: Mutex<Option<(u32, ProcessGeneration)>> = Mutex::new(None);
+        let mut here = HERE.lock().unwrap_or_else(PoisonError::into_inner);
+        let pid = std::process::id();
+        match *here {
+            Some((of, generation)) if of == pid => generation,
+            _ => here.insert((pid, Self::draw(pid))).1,
+        }
+    }
+
+    /// The keys of `RandomState` come from the operating system; the process number tells forked children apart, which
+    /// inherit them.
+    fn draw(pid: u32) -> Self {
+        let half = |salt: u32| {
+            let mut hasher = RandomState::new().build_hasher();
+            hasher.write_u32(pid);
+            hasher.write_u32(salt);
+            u128::from(hasher.finish())
+        };
+        Self(((half(1) << 64) | half(2)).max(1))
+    }
+}
+
+impl fmt::Display for ProcessGeneration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for ProcessGeneration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ProcessGeneration({self})")
+    }
 }

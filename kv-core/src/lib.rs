@@ -5,6 +5,7 @@
 //! > **A write without proof of quiescence stays counted, its handle stays alive, its memory stays registered.**
 #![deny(unsafe_op_in_unsafe_fn)]
 
+pub mod aux_slots;
 pub mod bootstrap;
 pub mod control;
 pub mod directory;

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::ids::{OpId, PeerId};
+use crate::ids::{OpId, PeerId, ProcessGeneration};
 use crate::memory::{MemoryOwner, RegisteredRegion};
 use crate::net::Endpoint;
 use crate::plan::WritePlan;
@@ -147,6 +147,11 @@ pub trait Lane: Send {
     #[allow(clippy::result_large_err)] // the op comes back whole, so that nothing is lost
     fn submit(&mut self, op: WriteOp) -> Result<(), SubmitError>;
 
+    /// Let go of small writes that [`submit`](Self::submit) has held back to send them together. A lane may hold one back
+    /// only while an earlier write to the same peer is in flight, and lets go of it at the next `flush` or `poll`: so
+    /// whoever waits for [`wake_fd`](Self::wake_fd) without calling this waits longer, not for ever. Never blocks.
+    fn flush(&mut self) {}
+
     /// Append all news to `out`. Never blocks.
     fn poll(&mut self, out: &mut Vec<LaneEvent>);
 
@@ -176,6 +181,12 @@ pub trait Transport: Send + Sync + 'static {
 
     /// Let go of a peer. Ops in flight end on their own.
     fn disconnect(&self, peer: PeerId);
+
+    /// Proof, on the target's side: this source process has ended, and no write of it can land here any more. Decode asks
+    /// when an ABORT_ACK does not come (requirement F4). False when it cannot be told, and by default. Never blocks.
+    fn inbound_dead(&self, _process: ProcessGeneration) -> bool {
+        false
+    }
 
     /// A lane for one more shard.
     fn lane(&self) -> Result<Box<dyn Lane>, TransportError>;

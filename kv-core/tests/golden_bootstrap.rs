@@ -220,6 +220,7 @@ fn basic_row() -> PrefillRow {
         enable_kv_cache_sharding: false,
         prefill_http_port: Some(30000),
         decode_allocation_policy: "early".into(),
+        ext: None,
     }
 }
 

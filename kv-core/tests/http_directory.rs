@@ -48,6 +48,7 @@ fn row(tp: (u32, u32), port: u16) -> PrefillRow {
         enable_kv_cache_sharding: false,
         prefill_http_port: None,
         decode_allocation_policy: "early".into(),
+        ext: None,
     }
 }
 

@@ -9,6 +9,8 @@
 //! | ACK | target | op + how it ended: nothing of it is in progress any more |
 //! | BYE | both | source: this connection ends in order. Target: every copy has ended and the session is void |
 
+use kv_core::ids::ProcessGeneration;
+
 use crate::blob::{Key, MAX_NAME, VERSION};
 use crate::codec::{Malformed, Put, Reader};
 use crate::host::{HOST_IDENTITY_LEN, HostIdentity};
@@ -94,6 +96,8 @@ pub(crate) struct Hello {
     /// Ties the connections of a session together; nobody else knows it.
     pub session: Key,
     pub source: String,
+    /// The source's process, as control messages name it.
+    pub process: ProcessGeneration,
     pub host: HostIdentity,
     /// The source would like the target to copy directly.
     pub direct: bool,
@@ -120,6 +124,7 @@ impl Hello {
             out.put(&self.admission.0);
             out.put(&self.session.0);
             out.put_text(&self.source, MAX_NAME);
+            out.put(&self.process.0.to_le_bytes());
             self.host.encode(out);
             out.put_u8(self.direct.into());
             out.put_u64(self.nonce_addr);
@@ -148,6 +153,7 @@ impl Hello {
             admission: Key(r.array()?),
             session: Key(r.array()?),
             source: r.text(MAX_NAME)?.to_owned(),
+            process: ProcessGeneration(u128::from_le_bytes(r.array()?)),
             host: HostIdentity::decode(&mut r)?,
             direct: r.u8()? == 1,
             nonce_addr: r.u64()?,
@@ -158,7 +164,7 @@ impl Hello {
     }
 }
 
-const _: () = assert!(6 + 2 + 5 + 2 * (2 + MAX_NAME) + 32 + HOST_IDENTITY_LEN + 1 + 8 + 32 <= MAX_SMALL);
+const _: () = assert!(6 + 2 + 5 + 2 * (2 + MAX_NAME) + 32 + 16 + HOST_IDENTITY_LEN + 1 + 8 + 32 <= MAX_SMALL);
 
 /// The answer to a HELLO.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -286,6 +292,7 @@ mod tests {
             admission: Key([1; 16]),
             session: Key([2; 16]),
             source: "p".into(),
+            process: ProcessGeneration(6),
             host: HostIdentity { boot_id: [1; 16], pid_ns: 2, pid: 3, start: 4, uid: 5 },
             direct: true,
             nonce_addr: 77,

@@ -71,6 +71,18 @@ impl HostIdentity {
         (start_time(self.pid) == Some(self.start) && !sys::pidfd_exited(&fd)).then_some(fd)
     }
 
+    /// Whether this process ran on our host and has ended. False when it cannot be told.
+    pub fn is_gone(&self, local: &Self) -> bool {
+        if !local.shares_pids(self) || self.start == 0 {
+            return false;
+        }
+        match sys::pidfd_open(self.pid) {
+            // Opened first, so that it is of the process whose start time is read then, or of one that came before.
+            Ok(fd) => sys::pidfd_exited(&fd) || start_time(self.pid).is_some_and(|start| start != self.start),
+            Err(e) => e.raw_os_error() == Some(libc::ESRCH),
+        }
+    }
+
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.put(&self.boot_id);
         out.put_u64(self.pid_ns);

@@ -43,6 +43,7 @@ impl Target {
             admission: self.blob.admission,
             session,
             source: "mallory".into(),
+            process: kv_core::ids::ProcessGeneration(6),
             host: HostIdentity { boot_id: [9; 16], pid_ns: 1, pid: 1, start: 1, uid: 0 },
             direct: true,
             nonce_addr: 0,

@@ -261,7 +261,7 @@ impl Inbound {
             Purpose::Open { lane } => {
                 let direct = inner.try_direct(&hello);
                 let pid = direct.is_ok().then_some(hello.host.pid);
-                let Some(session) = inner.sessions.open(&hello.session, &hello.source, pid) else {
+                let Some(session) = inner.sessions.open(&hello, pid) else {
                     return refuse(Verdict::Denied, "too many sessions");
                 };
                 tracing::debug!(peer = hello.source, direct = ?direct, "session opened");

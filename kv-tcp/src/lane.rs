@@ -34,6 +34,8 @@ const MIN_STRIPE: u64 = 256 << 10;
 const QUEUED_INLINE: u64 = 4 << 10;
 const WAKE: u64 = 0;
 const READ: usize = 16 << 10;
+/// Requests held back at most, bytes.
+const HELD: usize = 16 << 10;
 
 enum Note {
     Linked(Arc<Peer>, Arc<TcpStream>),
@@ -125,6 +127,8 @@ pub(crate) struct TcpLane {
     shared: Arc<LaneShared>,
     ep: Epoll,
     links: HashMap<PeerId, Link>,
+    /// Links with requests held back, to send them together: a call a request would be most of a small op's cost.
+    held: Vec<PeerId>,
     flying: HashMap<u64, WriteOp>,
     limbo: HashMap<PeerId, Limbo>,
     /// Sessions that are over, with ops whose bytes a worker is still sending.
@@ -147,6 +151,7 @@ impl TcpLane {
             shared,
             ep,
             links: HashMap::new(),
+            held: Vec::new(),
             flying: HashMap::new(),
             limbo: HashMap::new(),
             ending: Vec::new(),
@@ -382,7 +387,15 @@ impl TcpLane {
                 head.encode(out);
                 self.plan.encode(true, out);
             });
-            link.flush(&self.ep)
+            // Only behind one in flight, whose answer brings the next `poll` even when nobody calls `flush`.
+            if link.flying > 1 && link.out.len() - link.sent < HELD {
+                if self.held.last() != Some(&op.peer) {
+                    self.held.push(op.peer);
+                }
+                Ok(())
+            } else {
+                link.flush(&self.ep)
+            }
         } else if total <= config.inline_max as u64 && (link.out.is_empty() || total <= QUEUED_INLINE) {
             frame::put(&mut link.out, Kind::Write, |out| {
                 head.encode(out);
@@ -493,7 +506,19 @@ impl Lane for TcpLane {
         Ok(())
     }
 
+    fn flush(&mut self) {
+        while let Some(id) = self.held.pop() {
+            if let Some(link) = self.links.get_mut(&id)
+                && let Err(e) = link.flush(&self.ep)
+            {
+                let peer = Arc::clone(&link.peer);
+                self.lose(&peer, &e);
+            }
+        }
+    }
+
     fn poll(&mut self, out: &mut Vec<LaneEvent>) {
+        self.flush();
         let mut events = std::mem::take(&mut self.events);
         events.clear();
         if let Err(e) = self.ep.wait(&mut events, Some(Duration::ZERO)) {

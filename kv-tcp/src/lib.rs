@@ -61,6 +61,9 @@ mod conn;
 mod connect;
 mod copy;
 mod frame;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod host;
 #[cfg(test)]
 mod hostile_tests;

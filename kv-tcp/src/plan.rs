@@ -346,11 +346,27 @@ impl Cursor {
         Some(piece)
     }
 
-    /// Step over `n` bytes.
+    /// Step over `n` bytes, in time that grows with the plan's size and not with `n`: a peer may start a stripe behind
+    /// any number of small items.
     pub fn skip(&mut self, plan: &Plan, mut n: u64) {
-        while let Some(piece) = self.next(plan, n) {
+        loop {
+            n -= self.skip_items(plan, n);
+            let Some(piece) = self.next(plan, n) else { return };
             n -= piece.len;
         }
+    }
+
+    /// Step over whole items that lie apart, but not over the last one of their run; the bytes that were.
+    fn skip_items(&mut self, plan: &Plan, n: u64) -> u64 {
+        let Some(group) = plan.groups.get(self.group) else { return 0 };
+        let entry = plan.entries.get(group.entries.start + self.entry);
+        let (Some(entry), Some(run)) = (entry, plan.runs.get(group.runs.start + self.run)) else { return 0 };
+        if self.offset > 0 || (entry.src_stride == entry.len && entry.dst_stride == entry.len) {
+            return 0;
+        }
+        let items = (n / entry.len).min((u64::from(run.count) - self.item).saturating_sub(1));
+        self.item += items;
+        items * entry.len
     }
 }
 

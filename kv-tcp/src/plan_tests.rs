@@ -113,6 +113,24 @@ fn addresses_that_wrap_are_refused_at_the_target() {
     assert_eq!(plan.authorise(&registry, &mut Vec::new()), Err(Denied::Forged));
 }
 
+#[test]
+fn r_h2_a_stripe_may_start_behind_any_number_of_small_items() {
+    // Ten bytes behind 2^32 items of one byte: a step an item would hold up a worker for everybody.
+    let mut plan = Plan::default();
+    plan.entries.push(Entry { src: 0, dst: 4096, len: 1, src_stride: 0, dst_stride: 0, region: 0 });
+    plan.runs.push(run(0, 0, u32::MAX));
+    plan.runs.push(run(0, 7, 10));
+    plan.groups.push(Group { entries: 0..1, runs: 0..2 });
+    let mut cursor = Cursor::default();
+    cursor.skip(&plan, u64::from(u32::MAX) + 3);
+    assert_eq!(cursor, Cursor { run: 1, item: 3, ..Cursor::default() });
+    let mut near = Cursor::default();
+    near.skip(&plan, u64::from(u32::MAX) - 1);
+    assert_eq!(near, Cursor { item: u64::from(u32::MAX) - 1, ..Cursor::default() });
+    assert_eq!(near.next(&plan, u64::MAX).map(|p| p.len), Some(1));
+    assert_eq!(near, Cursor { run: 1, ..Cursor::default() });
+}
+
 prop_compose! {
     fn any_group()(
         entries in prop::collection::vec((1u64..200, 0u64..3, 0u64..3, 0u64..1000, 0u64..2), 1..5),

@@ -7,9 +7,12 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use kv_core::ids::ProcessGeneration;
+
 use crate::blob::Key;
 use crate::conn::ConnOut;
-use crate::frame::{self, Status, Verdict, Welcome};
+use crate::frame::{self, Hello, Status, Verdict, Welcome};
+use crate::host::HostIdentity;
 use crate::stats::{self, Counters};
 use crate::worker::{Msg, WorkerShared};
 
@@ -38,6 +41,7 @@ struct State {
 pub(crate) struct Session {
     id: [u8; 16],
     pub source: String,
+    process: ProcessGeneration,
     /// The process to copy from, when direct copies work.
     pub direct: Option<u32>,
     revoked: AtomicBool,
@@ -187,24 +191,36 @@ impl Drop for Hold {
 /// All sessions.
 pub(crate) struct Sessions {
     map: Mutex<HashMap<[u8; 16], Arc<Session>>>,
+    /// Where the processes run that have or had a session.
+    sources: Mutex<HashMap<ProcessGeneration, HostIdentity>>,
     max: usize,
     counters: Arc<Counters>,
 }
 
 impl Sessions {
     pub fn new(max: usize, counters: Arc<Counters>) -> Arc<Self> {
-        Arc::new(Self { map: Mutex::default(), max, counters })
+        Arc::new(Self { map: Mutex::default(), sources: Mutex::default(), max, counters })
     }
 
     /// A new session; `None` when there are too many, or it exists.
-    pub fn open(self: &Arc<Self>, id: &Key, source: &str, direct: Option<u32>) -> Option<Arc<Session>> {
+    pub fn open(self: &Arc<Self>, hello: &Hello, direct: Option<u32>) -> Option<Arc<Session>> {
+        let id = &hello.session;
         let mut map = lock(&self.map);
         if map.len() >= self.max || map.contains_key(&id.0) {
             return None;
         }
+        let mut sources = lock(&self.sources);
+        if sources.len() >= self.max && !sources.contains_key(&hello.process) {
+            // As many as sessions, so one of them has none any more.
+            let idle = sources.keys().find(|p| !map.values().any(|s| s.process == **p)).copied();
+            idle.and_then(|idle| sources.remove(&idle));
+        }
+        sources.insert(hello.process, hello.host);
+        drop(sources);
         let session = Arc::new(Session {
             id: id.0,
-            source: source.to_owned(),
+            source: hello.source.clone(),
+            process: hello.process,
             direct,
             revoked: AtomicBool::new(false),
             lanes: Mutex::default(),
@@ -223,6 +239,18 @@ impl Sessions {
 
     pub fn all(&self) -> Vec<Arc<Session>> {
         lock(&self.map).values().cloned().collect()
+    }
+
+    /// The processes that have or had a session here.
+    pub fn sources(&self) -> Vec<ProcessGeneration> {
+        lock(&self.sources).keys().copied().collect()
+    }
+
+    /// Nothing of this process can land here any more: it ran on this host, it is gone, and so is all that was done for
+    /// it. In this order: a process that is gone opens no further session.
+    pub fn source_dead(&self, process: ProcessGeneration, local: &HostIdentity) -> bool {
+        let gone = lock(&self.sources).get(&process).is_some_and(|host| host.is_gone(local));
+        gone && !lock(&self.map).values().any(|s| s.process == process)
     }
 
     fn remove(&self, id: &[u8; 16]) {

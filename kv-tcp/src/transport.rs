@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use bytes::Bytes;
-use kv_core::ids::{PeerId, RegionId};
+use kv_core::ids::{PeerId, ProcessGeneration, RegionId};
 use kv_core::memory::{MemoryKind, MemoryOwner, RegisteredRegion};
 use kv_core::transport::{
     Capabilities, Lane, PeerDescriptor, Transport, TransportError, TransportErrorKind as ErrorKind,
@@ -96,6 +96,7 @@ impl Inner {
             admission: *admission,
             session: *session,
             source: self.name.clone(),
+            process: ProcessGeneration::here(),
             host: self.host,
             direct: self.no_direct.is_none(),
             nonce_addr: self.nonce.as_ptr() as u64,
@@ -325,6 +326,13 @@ impl TcpTransport {
     }
 }
 
+impl TcpTransport {
+    /// The processes that have, or had, a session to write here.
+    pub fn sources(&self) -> Vec<ProcessGeneration> {
+        self.core.inner.sessions.sources()
+    }
+}
+
 impl Transport for TcpTransport {
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
@@ -344,6 +352,10 @@ impl Transport for TcpTransport {
             regions: inner.registry.published(),
         }
         .encode()
+    }
+
+    fn inbound_dead(&self, process: ProcessGeneration) -> bool {
+        self.core.inner.sessions.source_dead(process, &self.core.inner.host)
     }
 
     fn register(&self, memory: Arc<dyn MemoryOwner>) -> Result<Arc<RegisteredRegion>, TransportError> {

@@ -98,10 +98,10 @@ fn a_target_killed_in_the_middle_of_its_copy_is_proven_dead() {
 fn a_source_killed_in_the_middle_leaves_nothing_behind() {
     // Roles swapped: this process is the target and watches its own state.
     let d = Side::new(direct(), 16 * MIB);
-    let before = d.transport.stats();
     for mode in ["direct", "tcp"] {
+        let before = d.transport.stats();
+        let before_it = d.transport.sources();
         let mut p = Source::start(mode, &d);
-        d.transport.stats();
         let end = std::time::Instant::now() + PATIENCE;
         while d.transport.stats().bytes_copied_in + d.transport.stats().bytes_received
             == before.bytes_copied_in + before.bytes_received
@@ -109,12 +109,20 @@ fn a_source_killed_in_the_middle_leaves_nothing_behind() {
             assert!(std::time::Instant::now() < end);
             std::thread::sleep(Duration::from_millis(5));
         }
+        let sources = d.transport.sources();
+        assert!(sources.iter().all(|p| !before_it.contains(p) || d.transport.inbound_dead(*p)));
+        let it: Vec<_> = sources.into_iter().filter(|p| !before_it.contains(p)).collect();
+        assert!(it.len() == 1 && !d.transport.inbound_dead(it[0]), "{mode}: it lives");
         p.kill();
         while d.transport.stats().sessions + d.transport.stats().connections_in > 0 {
             assert!(std::time::Instant::now() < end, "{:?}", d.transport.stats());
             std::thread::sleep(Duration::from_millis(5));
         }
+        // F4: it ran here, it is gone, nothing of it is left.
+        assert!(d.transport.inbound_dead(it[0]), "{mode}");
     }
+    assert!(!d.transport.inbound_dead(kv_core::ids::ProcessGeneration(1)), "never heard of");
+    assert!(!d.transport.inbound_dead(kv_core::ids::ProcessGeneration::here()), "it is us");
 }
 
 #[test]

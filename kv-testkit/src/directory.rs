@@ -244,7 +244,7 @@ impl Shape {
                     let rank = self.prefill_rank(tp_rank, cp_rank, pp_rank);
                     let is_dummy = self.mla && tp_rank != target_tp;
                     let endpoint = self.endpoint(rank);
-                    records.push(PrefillRecord { endpoint, rank, cp_rank, tp_rank, pp_rank, is_dummy });
+                    records.push(PrefillRecord { endpoint, rank, cp_rank, tp_rank, pp_rank, is_dummy, ext: None });
                 }
             }
         }

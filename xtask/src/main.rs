@@ -1,7 +1,8 @@
-//! Project tasks: `cargo xtask ci | demo | golden | bench | model`.
+//! Project tasks: `cargo xtask ci | demo | golden | bench | model | fuzz`.
 
 mod bench;
 mod ci;
+mod fuzz;
 mod golden;
 mod model;
 mod sh;
@@ -30,6 +31,8 @@ enum Task {
     },
     /// Check the golden vectors against their manifest, then run the golden tests.
     Golden(golden::GoldenArgs),
+    /// Fuzz every parser, the bootstrap routes, the rooms and the shards, each target for some time.
+    Fuzz(fuzz::FuzzArgs),
     /// Explore the rooms in every order of events, full size, and put the known faults back; Markdown tables.
     Model,
     /// Run the budget benchmarks; what follows is passed on. `--json`: the last line is an array of rows.
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
             Task::Ci(args) => ci::run(&args),
             Task::Demo { args } => demo(&args),
             Task::Golden(args) => golden::run(&args),
+            Task::Fuzz(args) => fuzz::run(&args),
             Task::Model => model::run(),
             Task::Bench { args } => bench::run(&args),
         }

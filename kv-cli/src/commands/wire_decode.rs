@@ -53,8 +53,12 @@ fn read(file: Option<&Path>) -> Result<(String, String)> {
     Ok((text, name))
 }
 
-/// Messages of a text: lines of hex, an empty line between messages, or a JSON array of hex strings a line.
-fn parse(text: &str, name: &str) -> Result<Vec<Vec<Bytes>>> {
+/// Messages of a text: lines of hex, an empty line between messages, or a JSON array of hex strings a line. `name` is
+/// for error texts.
+///
+/// # Errors
+/// A line that is neither, named.
+pub fn parse(text: &str, name: &str) -> Result<Vec<Vec<Bytes>>> {
     let mut messages = Vec::new();
     let mut frames = Vec::new();
     for (i, line) in text.lines().enumerate() {

@@ -8,6 +8,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kv_transfer::aux_slots::AuxSlots;
 use kv_transfer::bootstrap::{BootstrapServer, RegistrationConfig, address::split_host_port};
 use kv_transfer::engine::RoomEvent;
 use kv_transfer::hooks::ManagerHooks;
@@ -24,7 +25,7 @@ use kv_transfer::{KvPoll, Room};
 use crate::driver::agreement;
 use crate::driver::engine::{DecodeEngine, EngineEvent, PrefillEngine, PrefillStart};
 use crate::driver::protocol::{Arrived, BootstrapAt, FetchRoom, ServeRoom, WorkerConfig};
-use crate::driver::rows::{AUX_ROWS, AuxRows, ROW_BYTES};
+use crate::driver::rows;
 use crate::error::{CliError, Result};
 use crate::memory::KvMemory;
 
@@ -51,7 +52,7 @@ fn layout(
     config: &WorkerConfig,
     backend: &Backend,
     memory: &Arc<KvMemory>,
-    rows: &Arc<AuxRows>,
+    rows: &Arc<AuxSlots>,
 ) -> Result<LocalLayout> {
     let owner: Arc<dyn MemoryOwner> = memory.clone();
     let pool = backend.transport.register(owner).map_err(|e| failed("cannot register the pool", e))?;
@@ -67,13 +68,10 @@ fn layout(
     });
     let spec = LayoutSpec {
         kv: kv.collect(),
-        aux: vec![EntryDesc {
-            region: aux.id(),
-            offset: 0,
-            len: rows.len(),
-            item_len: ROW_BYTES as u64,
-            layer_id: None,
-        }],
+        aux: rows
+            .entries()
+            .map(|e| EntryDesc { region: aux.id(), offset: e.offset, len: e.len, item_len: e.item_len, layer_id: None })
+            .collect(),
         page_size: config.model.page_tokens,
         // The width is what both sides must agree on; the model's own name for it is not known here.
         kv_cache_dtype: format!("{}-bit", config.model.value_bytes * 8),
@@ -124,7 +122,7 @@ impl<H> Rooms<H> {
 struct ManagedPrefill {
     manager: PrefillManager,
     rooms: Rooms<KvSender>,
-    rows: Arc<AuxRows>,
+    rows: Arc<AuxSlots>,
     chunk_pages: u32,
     page_tokens: u64,
     _server: Option<BootstrapServer>,
@@ -132,7 +130,7 @@ struct ManagedPrefill {
 
 /// Start a prefill rank.
 pub fn prefill(config: &WorkerConfig, backend: Backend, memory: &Arc<KvMemory>) -> Result<PrefillStart> {
-    let rows = Arc::new(AuxRows::new());
+    let rows = rows::rows()?;
     let layout = layout(config, &backend, memory, &rows)?;
     let manager_config = PrefillConfig {
         host: Some(config.host.clone()),
@@ -182,7 +180,7 @@ impl ManagedPrefill {
         open.prefix_tokens = open.handle.decode_prefix_len();
         let skip = usize::try_from(open.prefix_tokens / self.page_tokens).unwrap_or(usize::MAX).min(open.pages.len());
         let rest = &open.pages[skip..];
-        self.rows.write(open.slot, room);
+        self.rows.name(open.slot, room_of(room)?).map_err(|e| failed("metadata row", e))?;
         let error = |e| failed(&format!("room {room}"), e);
         open.handle.init(rest.len() as u32, Some(open.slot)).map_err(error)?;
         if rest.is_empty() {
@@ -200,7 +198,7 @@ impl PrefillEngine for ManagedPrefill {
         self.chunk_pages = chunk_pages;
         let number = room_of(room.room)?;
         let handle = self.manager.sender(number, "").map_err(|e| failed("cannot open a sender", e))?;
-        let slot = self.rows.take()?;
+        let slot = rows::take(&self.rows)?;
         let pages = room.pages.iter().map(|p| *p as i32).collect();
         self.rooms.open.insert(room.room, Open { handle, pages, prefix_tokens: 0, slot, started: None });
         Ok(())
@@ -221,7 +219,7 @@ impl PrefillEngine for ManagedPrefill {
                     if let Some(open) = self.rooms.open.remove(&room) {
                         let latency = open.handle.transfer_latency().map_or(Duration::ZERO, |l| l.0);
                         let skip = open.prefix_tokens / self.page_tokens;
-                        self.rows.give_back(open.slot);
+                        rows::give_back(&self.rows, open.slot);
                         out.push(EngineEvent::Done {
                             room,
                             latency,
@@ -236,7 +234,7 @@ impl PrefillEngine for ManagedPrefill {
                         self.rooms.held.insert(room, open);
                     }
                     if let Some(open) = self.rooms.held.get(&room).filter(|o| o.handle.releasable()) {
-                        self.rows.give_back(open.slot);
+                        rows::give_back(&self.rows, open.slot);
                         self.rooms.held.remove(&room);
                         out.push(EngineEvent::Released { room });
                     }
@@ -258,7 +256,7 @@ struct ManagedDecode {
     manager: DecodeManager,
     bootstrap: String,
     rooms: Rooms<KvReceiver>,
-    rows: Arc<AuxRows>,
+    rows: Arc<AuxSlots>,
     arrived: Box<dyn Fn() -> Arrived + Send>,
 }
 
@@ -269,7 +267,7 @@ pub fn decode(config: &WorkerConfig, backend: Backend, memory: &Arc<KvMemory>) -
         BootstrapAt::Serve(_) => return Err(CliError::new("decode does not run the bootstrap server; prefill does")),
     };
     split_host_port(&bootstrap).map_err(|e| failed("--bootstrap", e))?;
-    let rows = Arc::new(AuxRows::new());
+    let rows = rows::rows()?;
     let layout = layout(config, &backend, memory, &rows)?;
     let manager_config = DecodeConfig {
         host: Some(config.host.clone()),
@@ -294,14 +292,14 @@ impl ManagedDecode {
     fn success(&mut self, room: u64, out: &mut Vec<EngineEvent>) {
         let Some(open) = self.rooms.open.remove(&room) else { return };
         let latency = open.started.map_or(Duration::ZERO, |t| t.elapsed());
-        let found = self.rows.read(open.slot);
-        self.rows.clear(open.slot);
-        self.rows.give_back(open.slot);
-        if found == room {
-            out.push(EngineEvent::Done { room, latency, pages: open.pages.len() as u64 });
-        } else {
-            let reason = format!("metadata corruption: the row of room {room} names room {found}");
-            out.extend([EngineEvent::Failed { room, reason }, EngineEvent::Released { room }]);
+        let row = self.rows.verify(open.slot, open.handle.room());
+        rows::give_back(&self.rows, open.slot);
+        match row {
+            Ok(()) => out.push(EngineEvent::Done { room, latency, pages: open.pages.len() as u64 }),
+            Err(error) => {
+                let reason = format!("metadata corruption: {error}");
+                out.extend([EngineEvent::Failed { room, reason }, EngineEvent::Released { room }]);
+            }
         }
     }
 }
@@ -310,8 +308,7 @@ impl DecodeEngine for ManagedDecode {
     fn fetch(&mut self, room: &FetchRoom) -> Result<()> {
         let number = room_of(room.room)?;
         let handle = self.manager.receiver(number, &self.bootstrap).map_err(|e| failed("cannot open a receiver", e))?;
-        let slot = self.rows.take()?;
-        self.rows.clear(slot);
+        let slot = rows::take(&self.rows)?;
         let pages = room.pages.iter().map(|p| *p as i32).collect();
         handle.init(None).map_err(|e| failed("cannot start a receiver", e))?;
         let open = Open { handle, pages, prefix_tokens: room.prefix_tokens, slot, started: None };
@@ -352,7 +349,7 @@ impl DecodeEngine for ManagedDecode {
                         self.rooms.held.insert(room, open);
                     }
                     if let Some(open) = self.rooms.held.get(&room).filter(|o| o.handle.releasable()) {
-                        self.rows.give_back(open.slot);
+                        rows::give_back(&self.rows, open.slot);
                         self.rooms.held.remove(&room);
                         out.push(EngineEvent::Released { room });
                     }
@@ -364,5 +361,3 @@ impl DecodeEngine for ManagedDecode {
         Ok(())
     }
 }
-
-const _: () = assert!(AUX_ROWS > 0);

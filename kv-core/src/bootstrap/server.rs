@@ -246,8 +246,19 @@ fn listen(addrs: &[SocketAddr]) -> io::Result<TcpListener> {
     Err(last)
 }
 
-async fn serve(listener: TcpListener, state: Arc<Shared>, routes: Router, stopped: oneshot::Receiver<()>) {
-    let app = Router::new()
+/// The routes of an empty server, without a socket: what the fuzz targets call.
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub fn router(config: BootstrapConfig) -> Router {
+    app(Arc::new(Shared {
+        table: Mutex::new(RegistryTable::new(config.table)),
+        clock: MonotonicClock::new(),
+        max_body: config.max_body,
+    }))
+}
+
+fn app(state: Arc<Shared>) -> Router {
+    Router::new()
         .route("/health", get(health))
         .route("/route", any(route))
         .route("/register_dp_rank", post(register_dp_rank))
@@ -255,7 +266,10 @@ async fn serve(listener: TcpListener, state: Arc<Shared>, routes: Router, stoppe
         .fallback(async || reply(404, TEXT, "404: Not Found"))
         .method_not_allowed_fallback(async || reply(405, TEXT, "405: Method Not Allowed"))
         .with_state(state)
-        .merge(routes);
+}
+
+async fn serve(listener: TcpListener, state: Arc<Shared>, routes: Router, stopped: oneshot::Receiver<()>) {
+    let app = app(state).merge(routes);
     let (quiesce, quiesced) = oneshot::channel::<()>();
     let server = axum::serve(listener, app).with_graceful_shutdown(async {
         let _ = quiesced.await;

@@ -7,6 +7,8 @@ use serde_json::{Map, Value};
 use super::coerce;
 use crate::ids::Room;
 use crate::net::Endpoint;
+use crate::wire::ExtPeer;
+use crate::wire::ext::BOOTSTRAP_KEY;
 
 /// The allocation policy of SGLang's default; a row that names none has this one.
 pub const POLICY_EARLY: &str = "early";
@@ -60,6 +62,14 @@ pub struct PrefillRow {
     pub prefill_http_port: Option<u16>,
     /// When decode allocates: [`POLICY_EARLY`] or [`POLICY_PREFILL_COMPLETE`].
     pub decode_allocation_policy: String,
+    /// This rank is ours, and can do more than 0.5.23 (requirement H4). The one key that 0.5.23 does not know; its server
+    /// ignores it.
+    #[serde(rename = "kv_ext", skip_serializing_if = "Option::is_none", serialize_with = "as_text")]
+    pub ext: Option<ExtPeer>,
+}
+
+fn as_text<S: serde::Serializer>(ext: &Option<ExtPeer>, serializer: S) -> Result<S::Ok, S::Error> {
+    ext.map(ExtPeer::to_text).serialize(serializer)
 }
 
 /// Why a row cannot be read.
@@ -115,6 +125,7 @@ impl PrefillRow {
             decode_allocation_policy: f
                 .optional_text("decode_allocation_policy")?
                 .unwrap_or_else(|| POLICY_EARLY.to_owned()),
+            ext: f.present(BOOTSTRAP_KEY).and_then(Value::as_str).and_then(ExtPeer::from_text),
         })
     }
 
@@ -135,7 +146,7 @@ impl PrefillRow {
 
     /// Where this rank's manager listens.
     pub fn address(&self) -> RankAddress {
-        RankAddress { rank_ip: self.rank_ip.clone(), rank_port: self.rank_port }
+        RankAddress { rank_ip: self.rank_ip.clone(), rank_port: self.rank_port, ext: self.ext }
     }
 
     /// With CP-TP group sharing the CP ranks are advertised as TP ranks: tp = (cp_size, cp_rank), cp = (1, 0).
@@ -145,6 +156,11 @@ impl PrefillRow {
         (self.attn_cp_size, self.attn_cp_rank) = (1, 0);
         self
     }
+}
+
+/// A peer whose word cannot be read is not ours.
+fn ext_of(value: &Value) -> Option<ExtPeer> {
+    value.get(BOOTSTRAP_KEY).and_then(Value::as_str).and_then(ExtPeer::from_text)
 }
 
 /// Reads the keys of one row, naming the key in every error.
@@ -355,13 +371,16 @@ pub struct RankKey {
     pub pp: u32,
 }
 
-/// The answer to a per-rank GET. Further keys are allowed there and ignored here.
+/// The answer to a per-rank GET. Further keys are allowed there; those that are not ours are ignored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RankAddress {
     /// Host of the manager's PULL socket.
     pub rank_ip: String,
     /// Its port.
     pub rank_port: u16,
+    /// What the rank said of itself; 0.5.23's server drops it, and then the rank is taken for one of 0.5.23.
+    #[serde(rename = "kv_ext", skip_serializing_if = "Option::is_none", serialize_with = "as_text")]
+    pub ext: Option<ExtPeer>,
 }
 
 impl RankAddress {
@@ -380,7 +399,7 @@ impl RankAddress {
             .and_then(|p| u16::try_from(p).ok())
             .filter(|p| *p > 0)
             .ok_or_else(|| format!("rank_port is {port}"))?;
-        Ok(Self { rank_ip, rank_port })
+        Ok(Self { rank_ip, rank_port, ext: ext_of(&value) })
     }
 
     /// As a control endpoint.

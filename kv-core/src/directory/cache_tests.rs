@@ -114,7 +114,7 @@ impl Bench {
 }
 
 fn address(port: u16) -> RankAddress {
-    RankAddress { rank_ip: "10.0.0.1".into(), rank_port: port }
+    RankAddress { rank_ip: "10.0.0.1".into(), rank_port: port, ext: None }
 }
 
 #[test]

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use crate::ids::{PrefillRank, Room};
 use crate::net::Endpoint;
+use crate::wire::ExtPeer;
 
 pub use cache::{DirectoryConfig, DirectoryCore};
 pub use compat::DecodeProfile;
@@ -37,6 +38,8 @@ pub struct PrefillRecord {
     pub pp_rank: u32,
     /// It gets metadata, writes nothing and reports to nobody.
     pub is_dummy: bool,
+    /// It is one of ours, as its registry says.
+    pub ext: Option<ExtPeer>,
 }
 
 /// Everything a decode rank needs to know about one prefill server, for one connection-pool key.

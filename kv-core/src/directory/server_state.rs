@@ -297,6 +297,7 @@ impl Server {
             tp_rank: c.tp,
             pp_rank: c.pp,
             is_dummy: c.is_dummy,
+            ext: address.ext,
         });
         let Some(records) = records.iter().cloned().collect::<Option<Vec<_>>>() else { return };
         let waiters = std::mem::take(waiters);

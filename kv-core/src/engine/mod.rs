@@ -6,15 +6,20 @@
 //! never overtakes the write it speaks of.
 
 mod decode;
+#[cfg(feature = "metrics")]
+mod metrics;
 mod outgoing;
+mod peer_stats;
 mod peers;
 mod prefill;
 mod shared;
 mod stats;
 mod timers;
+mod waiters;
 
 pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
-pub use prefill::{PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
+pub use peer_stats::{PeerNumbers, PeerTable};
+pub use prefill::{AuxRule, PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
 pub use shared::{EventQueue, RoomEvent, RoomShared};
 pub use stats::{Counter, Stats};
 

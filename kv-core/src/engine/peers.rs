@@ -7,7 +7,7 @@ use crate::ids::PeerId;
 use crate::layout::Pairing;
 use crate::net::Endpoint;
 use crate::time::Timestamp;
-use crate::wire::Registration;
+use crate::wire::{ExtPeer, Registration};
 
 /// Whether writes to a peer can be posted.
 #[derive(Debug)]
@@ -33,6 +33,10 @@ pub(crate) struct Post<K> {
 #[derive(Debug)]
 pub(crate) struct Peer<K> {
     pub(crate) registration: Box<Registration>,
+    /// What it said of itself behind its registration: it is ours.
+    pub(crate) ext: Option<ExtPeer>,
+    /// Of its registration, for tags.
+    pub(crate) geometry: u64,
     pub(crate) pairing: Option<Arc<Pairing>>,
     pub(crate) link: Link,
     pub(crate) posts: VecDeque<Post<K>>,

@@ -5,8 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use event_listener::{Event, Listener};
-
+use super::waiters::Waiters;
 use crate::ids::Room;
 use crate::poll::KvPoll;
 use crate::room::Failure;
@@ -32,7 +31,7 @@ pub struct RoomShared {
     life: u64,
     word: AtomicU32,
     decode_prefix_len: AtomicU64,
-    event: Event,
+    waiters: Waiters,
     failure: OnceLock<Failure>,
     latency: OnceLock<(Duration, Duration)>,
     queue: Option<Arc<EventQueue>>,
@@ -46,7 +45,7 @@ impl RoomShared {
             life,
             word: AtomicU32::new(KvPoll::Bootstrapping as u32),
             decode_prefix_len: AtomicU64::new(0),
-            event: Event::new(),
+            waiters: Waiters::default(),
             failure: OnceLock::new(),
             latency: OnceLock::new(),
             queue,
@@ -119,7 +118,7 @@ impl RoomShared {
             }
             None => self.word.store(new, Ordering::Release),
         }
-        self.event.notify(usize::MAX);
+        self.waiters.wake_all();
     }
 
     /// A room that ends before its shard ever heard of it.
@@ -134,13 +133,7 @@ impl RoomShared {
 
     /// Wait until `done` holds.
     pub async fn wait_for(&self, done: impl Fn(&Self) -> bool) {
-        while !done(self) {
-            let listener = self.event.listen();
-            if done(self) {
-                return;
-            }
-            listener.await;
-        }
+        self.waiters.wait(|| done(self)).await;
     }
 
     /// Block until `done` holds or the time is over; tells which.
@@ -152,21 +145,7 @@ impl RoomShared {
             }
             std::hint::spin_loop();
         }
-        let deadline = std::time::Instant::now().checked_add(timeout);
-        loop {
-            event_listener::listener!(self.event => listener);
-            if done(self) {
-                return true;
-            }
-            match deadline {
-                Some(d) => {
-                    if listener.wait_deadline(d).is_none() {
-                        return done(self);
-                    }
-                }
-                None => listener.wait(),
-            }
-        }
+        self.waiters.wait_blocking(std::time::Instant::now().checked_add(timeout), || done(self))
     }
 }
 
@@ -180,12 +159,19 @@ pub struct EventQueue {
     notify: Box<dyn Fn() + Send + Sync>,
     /// There is news that nobody was told of.
     untold: AtomicBool,
+    /// The reader has drained since it was told last.
+    armed: AtomicBool,
 }
 
 impl EventQueue {
-    /// `notify` is called by [`flush`](Self::flush) when there is news (for an eventfd).
+    /// `notify` is called by [`flush`](Self::flush) when there is news, once between two drains (for an eventfd).
     pub fn new(notify: Box<dyn Fn() + Send + Sync>) -> Self {
-        Self { rooms: Mutex::new(VecDeque::new()), notify, untold: AtomicBool::new(false) }
+        Self {
+            rooms: Mutex::new(VecDeque::new()),
+            notify,
+            untold: AtomicBool::new(false),
+            armed: AtomicBool::new(true),
+        }
     }
 
     fn push(&self, room: Arc<RoomShared>) {
@@ -193,9 +179,11 @@ impl EventQueue {
         self.untold.store(true, Ordering::Release);
     }
 
-    /// Tell the reader, if there is news since the last call.
+    /// Tell the reader, if there is news since the last call. Whoever steps a shard calls it after the step.
     pub fn flush(&self) {
-        if self.untold.load(Ordering::Acquire) && self.untold.swap(false, Ordering::AcqRel) {
+        let news = self.untold.load(Ordering::Acquire) && self.untold.swap(false, Ordering::AcqRel);
+        // A reader that was told and has not drained yet will see this too.
+        if news && self.armed.swap(false, Ordering::AcqRel) {
             (self.notify)();
         }
     }
@@ -204,6 +192,7 @@ impl EventQueue {
     pub fn drain(&self, out: &mut Vec<RoomEvent>) {
         // Before the look: what comes after it is told again.
         self.untold.store(false, Ordering::Release);
+        self.armed.store(true, Ordering::Release);
         let rooms = std::mem::take(&mut *self.rooms.lock().unwrap_or_else(PoisonError::into_inner));
         out.extend(rooms.into_iter().map(|r| {
             let word = r.word.fetch_and(!QUEUED, Ordering::AcqRel);

@@ -1,12 +1,17 @@
 //! One counter per cause (requirement I1).
 
+use super::peer_stats::PeerTable;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! stats {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Counters of one manager. Only ever grow, but for the gauges named so.
         #[derive(Debug, Default)]
-        pub struct Stats { $($(#[$doc])* pub $name: Counter,)* }
+        pub struct Stats {
+            $($(#[$doc])* pub $name: Counter,)*
+            /// What is counted by peer.
+            pub peers: PeerTable,
+        }
 
         impl Stats {
             /// Every counter with its name, for exporters and for people.
@@ -42,6 +47,8 @@ stats! {
     transport_panics,
     /// Gauge: writes whose outcome left a side not quiet, and that no proof has settled since.
     ops_retained,
+    /// Gauge: bytes of those writes, whose memory stays registered.
+    bytes_retained,
     /// Bytes in writes that ended Done.
     bytes_done,
     /// Messages received.

@@ -19,6 +19,7 @@ use crate::poll::KvPoll;
 use crate::room::ReceiverPolicy;
 use crate::time::{Clock, MonotonicClock};
 use crate::transport::Transport;
+use crate::wire::ExtPeer;
 
 pub(super) struct Inner {
     engine: Arc<Engine<DecodeShard>>,
@@ -100,6 +101,7 @@ impl DecodeManager {
         )
         .map_err(|e| ManagerError::Bootstrap(e.to_string()))?;
         let freed = live.clone();
+        let inbound = transport.clone();
         let (name, of, at) = (transport.local_name().to_owned(), transport.clone(), endpoint.clone());
         let shard_config = DecodeShardConfig {
             limits: config.limits.clone(),
@@ -107,6 +109,8 @@ impl DecodeManager {
                 waiting_timeout: config.waiting_timeout,
                 release: hooks.release_policy(),
             }),
+            inbound_dead: Arc::new(move |process| inbound.inbound_dead(process)),
+            extension: hooks.extension().then(ExtPeer::here),
             endpoint: endpoint.clone(),
             name: name.clone(),
             freed: Arc::new(move |room| freed.freed(room)),
@@ -125,6 +129,13 @@ impl DecodeManager {
     /// Its counters.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.0.stats
+    }
+
+    /// Hand the counters to the recorder that is installed for the `metrics` facade ([`Stats::export`]). Call it as often
+    /// as the numbers should be fresh.
+    #[cfg(feature = "metrics")]
+    pub fn export_metrics(&self) {
+        self.0.stats.export("decode", self.0.backend(), self.0.engine.now());
     }
 
     /// A receiver for a room; the room is in Bootstrapping. `bootstrap_addr` is `host:port` of prefill's bootstrap

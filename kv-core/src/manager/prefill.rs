@@ -13,7 +13,7 @@ use crate::bootstrap::{PrefillRow, RegistrationConfig, register_prefill_rank};
 use crate::control::local_ip::local_ip;
 use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
 use crate::directory::{Directory, DirectoryRequest};
-use crate::engine::{PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats};
+use crate::engine::{AuxRule, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, RoomShared, Stats};
 use crate::hooks::ManagerHooks;
 use crate::ids::{PrefillRank, Room};
 use crate::layout::LocalLayout;
@@ -23,6 +23,7 @@ use crate::room::SenderPolicy;
 use crate::time::{Clock, MonotonicClock};
 use crate::topology::prefill_unique_rank;
 use crate::transport::Transport;
+use crate::wire::ExtPeer;
 
 pub(super) struct Inner {
     engine: Arc<Engine<PrefillShard>>,
@@ -33,6 +34,7 @@ pub(super) struct Inner {
     config: PrefillConfig,
     endpoint: Endpoint,
     rank: PrefillRank,
+    extension: Option<ExtPeer>,
     stats: Arc<Stats>,
 }
 
@@ -99,6 +101,7 @@ impl PrefillManager {
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         let engine = Engine::new(!transport.capabilities().submit_blocks, clock)?;
         outbox.set_wake(engine.waker());
+        let extension = hooks.extension().then(ExtPeer::here);
         let live = Arc::new(LiveRooms::new(config.limits.max_rooms));
         let stats = Arc::new(Stats::default());
         let layout = Arc::new(layout);
@@ -123,6 +126,13 @@ impl PrefillManager {
             tombstone_timeout: config.tombstone_timeout,
             rank,
             freed: Arc::new(move |room| freed.freed(room)),
+            aux_rule: AuxRule {
+                attn_tp: id.attn_tp,
+                cp_rank: id.attn_cp.1,
+                last_stage: id.pp.1 + 1 == id.pp.0,
+                kv_entries: layout.spec().kv.len(),
+            },
+            extension,
             commands,
         };
         let lane = transport.lane()?;
@@ -145,6 +155,7 @@ impl PrefillManager {
             config,
             endpoint,
             rank,
+            extension,
             stats,
         })))
     }
@@ -162,6 +173,13 @@ impl PrefillManager {
     /// Its counters.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.0.stats
+    }
+
+    /// Hand the counters to the recorder that is installed for the `metrics` facade ([`Stats::export`]). Call it as often
+    /// as the numbers should be fresh.
+    #[cfg(feature = "metrics")]
+    pub fn export_metrics(&self) {
+        self.0.stats.export("prefill", self.0.backend(), self.0.engine.now());
     }
 
     /// What this rank PUTs to the bootstrap server.
@@ -189,6 +207,7 @@ impl PrefillManager {
             enable_kv_cache_sharding: false,
             prefill_http_port: None,
             decode_allocation_policy: POLICY_EARLY.to_owned(),
+            ext: self.0.extension,
         }
     }
 

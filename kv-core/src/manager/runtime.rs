@@ -95,6 +95,12 @@ impl<S: Step> Engine<S> {
         }))
     }
 
+    /// The shard's clock.
+    #[cfg(feature = "metrics")]
+    pub(super) fn now(&self) -> Timestamp {
+        self.clock.now()
+    }
+
     /// Wakes the thread.
     pub(super) fn waker(&self) -> Arc<WakeFd> {
         self.wake.clone()

@@ -17,11 +17,13 @@
 
 mod chunk;
 mod cursor;
+mod life;
 mod receiver;
 mod sender;
 
 pub use chunk::{Chunk, ChunkSpec, Progress, Ticket};
 pub use cursor::{SendCursor, SendError};
+pub use life::{PageSum, RoomLife, TagHead, geometry};
 pub use receiver::{PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom, ReleasePolicy};
 pub use sender::{Destination, FailedStatusPolicy, SenderEffect, SenderEvent, SenderPolicy, SenderRoom};
 

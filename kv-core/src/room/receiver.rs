@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{Failure, timed_out};
-use crate::directory::PrefillPeers;
+use super::{Failure, PageSum, TagHead, timed_out};
+use crate::directory::{PrefillPeers, PrefillRecord};
 use crate::error::{ABORTED_REASON, PREFILL_DEAD_REASON};
 use crate::ids::{PrefillRank, Room};
 use crate::mutants::mutant;
 use crate::poll::KvPoll;
 use crate::time::Timestamp;
-use crate::wire::KvStatus;
+use crate::wire::{ExtCapabilities, KvStatus, RoomTag};
 
 /// When the pages of a failed room are free again (requirement F4).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,8 +20,11 @@ pub enum ReleasePolicy {
     /// Every contacted prefill rank acked, or this time passed since the ABORT. Policy, not proof: counted as
     /// `released_without_proof`. The default towards SGLang 0.5.23 (30 s).
     AckOrTimeout(Duration),
-    /// Every contacted prefill rank acked; nothing else. The default between two of ours.
+    /// Every contacted prefill rank acked, or its process is proven dead; nothing else. The default between two of ours.
     Proof,
+    /// [`Proof`](Self::Proof) when every contacted prefill rank is known to be ours and says that its ACK proves
+    /// ([`ExtCapabilities::PROOF`]), else [`AckOrTimeout`](Self::AckOrTimeout) with this time.
+    PerPeer(Duration),
 }
 
 /// What a receiver room is made with.
@@ -64,8 +67,12 @@ pub enum ReceiverEvent {
     },
     /// KV_STATUS arrived.
     Status(KvStatus),
+    /// KV_STATUS of a prefill rank of ours arrived, about this very life; with Success, what was written.
+    StatusOf(KvStatus, Option<RoomTag>),
     /// ABORT_ACK arrived.
     AbortAck(PrefillRank, u64),
+    /// The process of this prefill rank that knew the room is proven dead, and with it every write it could make.
+    RankDead(PrefillRank),
     /// Prefill's server is lost.
     NodeLost(String),
     /// `abort()`.
@@ -103,6 +110,15 @@ pub enum ReceiverEffect {
     Violation(&'static str),
 }
 
+/// What tags are checked against (H3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Expect {
+    head: TagHead,
+    /// The slot that was announced.
+    aux_index: u32,
+    pages: PageSum,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Hold {
     /// No prefill rank knows the pages, or all of them are done with them.
@@ -124,6 +140,9 @@ pub struct ReceiverRoom {
     failure: Option<Failure>,
     peers: Option<Arc<PrefillPeers>>,
     success: SmallVec<[PrefillRank; 4]>,
+    /// What a tag must say; and the tags of ranks that wrote some of the pages only.
+    expect: Option<Box<Expect>>,
+    parts: Vec<(PrefillRank, PageSum)>,
     acks: SmallVec<[PrefillRank; 4]>,
     contacted: usize,
     published: Option<Timestamp>,
@@ -142,6 +161,8 @@ impl ReceiverRoom {
             failure: None,
             peers: None,
             success: SmallVec::new(),
+            expect: None,
+            parts: Vec::new(),
             acks: SmallVec::new(),
             contacted: 0,
             published: None,
@@ -154,6 +175,15 @@ impl ReceiverRoom {
     /// Its number.
     pub fn room(&self) -> Room {
         self.room
+    }
+
+    /// Check the tags of this life: `generation` and `geometry` as its metadata and our registration say. Call before
+    /// metadata is published.
+    #[must_use]
+    pub fn checking_tags(mut self, generation: u64, geometry: u64) -> Self {
+        let head = TagHead { room: self.room, generation, decode_prefix_len: 0, geometry, aux_index: None };
+        self.expect = Some(Box::new(Expect { head, aux_index: 0, pages: PageSum::default() }));
+        self
     }
 
     /// What `poll()` shows.
@@ -192,10 +222,19 @@ impl ReceiverRoom {
         }
     }
 
+    /// How many of the records, from the first, may know of this room.
+    pub fn contacted(&self) -> usize {
+        self.contacted
+    }
+
+    /// Its pages are held, and nothing but proof frees them.
+    pub fn awaits_proof(&self) -> bool {
+        matches!(self.hold, Hold::Armed { .. }) && self.release() == ReleasePolicy::Proof
+    }
+
     /// Ranks that were contacted and have not acked.
     pub fn unacked(&self) -> impl Iterator<Item = PrefillRank> + '_ {
-        let records = self.peers.as_ref().map_or(&[][..], |p| &p.records[..self.contacted.min(p.records.len())]);
-        records.iter().map(|r| r.rank).filter(|r| !self.acks.contains(r))
+        self.contacted_records().iter().map(|r| r.rank).filter(|r| !self.acks.contains(r))
     }
 
     /// Nothing is left to do for it.
@@ -205,12 +244,26 @@ impl ReceiverRoom {
 
     /// When [`Self::handle_timeout`] is due.
     pub fn poll_timeout(&self) -> Option<Timestamp> {
-        match (self.status, self.hold, self.policy.release) {
+        match (self.status, self.hold, self.release()) {
             (KvPoll::WaitingForInput, ..) => self.published.map(|t| t + self.policy.waiting_timeout),
             (_, Hold::Armed { since, .. }, ReleasePolicy::AckOrTimeout(d)) => Some(since + d),
             (_, Hold::Armed { since, .. }, ReleasePolicy::Proof) if mutant!(ReleaseWithoutProof) => Some(since),
             _ => None,
         }
+    }
+
+    /// The release policy, for the peers this room has.
+    fn release(&self) -> ReleasePolicy {
+        let proves = |r: &PrefillRecord| r.ext.is_some_and(|e| e.capabilities.has(ExtCapabilities::PROOF));
+        match self.policy.release {
+            ReleasePolicy::PerPeer(d) if !self.contacted_records().iter().all(proves) => ReleasePolicy::AckOrTimeout(d),
+            ReleasePolicy::PerPeer(_) => ReleasePolicy::Proof,
+            policy => policy,
+        }
+    }
+
+    fn contacted_records(&self) -> &[PrefillRecord] {
+        self.peers.as_ref().map_or(&[], |p| &p.records[..self.contacted.min(p.records.len())])
     }
 
     /// A deadline came. Call after every event of the same step: completion that has arrived wins (D5).
@@ -254,7 +307,14 @@ impl ReceiverRoom {
                 }
             }
             ReceiverEvent::Publish(spec) => match (self.status, &self.peers, self.published) {
-                (KvPoll::WaitingForInput, Some(_), None) => out.push(ReceiverEffect::Publish(spec)),
+                (KvPoll::WaitingForInput, Some(_), None) => {
+                    if let Some(expect) = &mut self.expect {
+                        expect.head.decode_prefix_len = spec.decode_prefix_len;
+                        expect.aux_index = spec.aux_index;
+                        expect.pages = PageSum::of(0, &spec.pages);
+                    }
+                    out.push(ReceiverEffect::Publish(spec));
+                }
                 (KvPoll::Bootstrapping, ..) => {
                     let text = "send_metadata() before the prefill ranks are known: wait for WaitingForInput first";
                     self.fail(now, Failure::here(text), generation, out);
@@ -286,7 +346,9 @@ impl ReceiverRoom {
                     );
                 }
             }
-            ReceiverEvent::Status(status) => self.status(now, status, generation, out),
+            ReceiverEvent::Status(status) => self.status(now, status, None, generation, out),
+            ReceiverEvent::StatusOf(status, tag) => self.status(now, status, Some(tag), generation, out),
+            ReceiverEvent::RankDead(rank) => self.rank_dead(rank, out),
             ReceiverEvent::AbortAck(rank, of) => self.abort_ack(rank, of, out),
             ReceiverEvent::NodeLost(reason) => self.fail(now, Failure::here(reason), generation, out),
             ReceiverEvent::Abort => self.fail(now, Failure::here(ABORTED_REASON), generation, out),
@@ -312,7 +374,15 @@ impl ReceiverRoom {
         records.iter().filter(|r| !r.is_dummy && !self.success.contains(&r.rank)).map(|r| r.rank)
     }
 
-    fn status(&mut self, now: Timestamp, s: KvStatus, generation: &mut u64, out: &mut Vec<ReceiverEffect>) {
+    /// `tag`: the rank is one of ours; then Success must carry one.
+    fn status(
+        &mut self,
+        now: Timestamp,
+        s: KvStatus,
+        tag: Option<Option<RoomTag>>,
+        generation: &mut u64,
+        out: &mut Vec<ReceiverEffect>,
+    ) {
         if self.status.is_terminal()
             && !(self.status == KvPoll::Success && s.status == KvPoll::Failed && mutant!(ReceiverLeavesSuccess))
             && !(self.status == KvPoll::Failed && s.status == KvPoll::Success && mutant!(ReceiverLeavesFailed))
@@ -327,11 +397,20 @@ impl ReceiverRoom {
                 out.push(ReceiverEffect::Violation("Success before metadata was published"));
             }
             KvPoll::Success => {
+                let tags = !self.success.contains(&s.prefill_rank) && self.expect.is_some();
+                if let (Some(tag), true) = (tag, tags)
+                    && let Err(reason) = self.check_tag(s.prefill_rank, tag)
+                {
+                    return self.fail(now, Failure::here(reason), generation, out);
+                }
                 if !self.success.contains(&s.prefill_rank) || mutant!(CountMessagesNotRanks) {
                     self.success.push(s.prefill_rank);
                 }
                 let required = self.peers.as_ref().map_or(u32::MAX, |p| p.required_prefill_response_num);
                 if self.success.len() as u64 >= u64::from(required) {
+                    if let Err(reason) = self.check_parts() {
+                        return self.fail(now, Failure::here(reason), generation, out);
+                    }
                     self.status = KvPoll::Success;
                     if !mutant!(SuccessKeepsPages) {
                         self.hold = Hold::None;
@@ -350,6 +429,79 @@ impl ReceiverRoom {
         }
     }
 
+    /// A rank wrote what this life announced, or a part of it.
+    fn check_tag(&mut self, rank: PrefillRank, tag: Option<RoomTag>) -> Result<(), String> {
+        let Some(expect) = &self.expect else { return Ok(()) };
+        let bad = |what: String| {
+            format!(
+                "integrity tag of prefill rank {rank} does not match room {} (life {}): {what}; the pages are held \
+                 until that rank is proven quiet",
+                self.room, expect.head.generation
+            )
+        };
+        let Some(tag) = tag else { return Err(bad("Success came without it".into())) };
+        let head = TagHead { aux_index: tag.wrote_aux.then_some(expect.aux_index), ..expect.head };
+        if tag.head != head.hash() {
+            return Err(bad("it wrote for another room, life, prefix length, metadata slot or geometry".into()));
+        }
+        let part = PageSum { sum: tag.pages, count: tag.count };
+        if part.count == expect.pages.count && part != expect.pages {
+            return Err(bad(format!("it wrote {} pages, but others than were announced", part.count)));
+        }
+        if part.count > expect.pages.count {
+            return Err(bad(format!("it has {} pages, {} were announced", part.count, expect.pages.count)));
+        }
+        if part != expect.pages {
+            self.parts.push((rank, part));
+        }
+        Ok(())
+    }
+
+    /// Ranks that wrote some of the pages only must add up to all of them: CP ranks of one (PP, TP), or TP ranks of one
+    /// (PP, CP) where pages are sharded.
+    fn check_parts(&self) -> Result<(), String> {
+        let (Some(expect), false) = (&self.expect, self.parts.is_empty()) else { return Ok(()) };
+        let place = |rank: PrefillRank| self.peers.as_ref()?.records.iter().find(|r| r.rank == rank);
+        let adds_up = |key: fn(&PrefillRecord) -> (u32, u32)| {
+            let mut sums: Vec<((u32, u32), PageSum)> = Vec::new();
+            for (rank, part) in &self.parts {
+                let Some(key) = place(*rank).map(key) else { return false };
+                match sums.iter_mut().find(|(k, _)| *k == key) {
+                    Some((_, sum)) => sum.join(*part),
+                    None => sums.push((key, *part)),
+                }
+            }
+            sums.iter().all(|(_, sum)| *sum == expect.pages)
+        };
+        if adds_up(|r| (r.pp_rank, r.tp_rank)) || adds_up(|r| (r.pp_rank, r.cp_rank)) {
+            return Ok(());
+        }
+        let wrote: Vec<_> = self.parts.iter().map(|(rank, part)| format!("{} by rank {rank}", part.count)).collect();
+        Err(format!(
+            "room {} (life {}): {} pages were announced, and the prefill ranks wrote {}, which do not add up: prefill \
+             and decode disagree about the length of the request",
+            self.room,
+            expect.head.generation,
+            expect.pages.count,
+            wrote.join(", ")
+        ))
+    }
+
+    fn rank_dead(&mut self, rank: PrefillRank, out: &mut Vec<ReceiverEffect>) {
+        if matches!(self.hold, Hold::Armed { .. }) && self.unacked().any(|r| r == rank) {
+            self.quiet(rank, out);
+        }
+    }
+
+    fn quiet(&mut self, rank: PrefillRank, out: &mut Vec<ReceiverEffect>) {
+        self.acks.push(rank);
+        let counted = mutant!(AckCountedTwice) && self.acks.len() >= self.contacted;
+        if self.unacked().next().is_none() || counted || mutant!(OneAckReleases) {
+            self.hold = Hold::Released;
+            out.push(ReceiverEffect::Released { proven: true });
+        }
+    }
+
     fn abort_ack(&mut self, rank: PrefillRank, of: u64, out: &mut Vec<ReceiverEffect>) {
         match self.hold {
             Hold::Armed { generation, .. } if generation == of || mutant!(AckOfAnyGeneration) => {}
@@ -363,12 +515,7 @@ impl ReceiverRoom {
             }
             return;
         }
-        self.acks.push(rank);
-        let counted = mutant!(AckCountedTwice) && self.acks.len() >= self.contacted;
-        if self.unacked().next().is_none() || counted || mutant!(OneAckReleases) {
-            self.hold = Hold::Released;
-            out.push(ReceiverEffect::Released { proven: true });
-        }
+        self.quiet(rank, out);
     }
 
     fn fail(&mut self, now: Timestamp, failure: Failure, generation: &mut u64, out: &mut Vec<ReceiverEffect>) {

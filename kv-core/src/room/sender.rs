@@ -6,14 +6,16 @@ use std::time::Duration;
 
 use smallvec::SmallVec;
 
-use super::{Chunk, ChunkSpec, Failure, Progress, Ticket, timed_out};
+use super::{Chunk, ChunkSpec, Failure, PageSum, Progress, RoomLife, TagHead, Ticket, timed_out};
 use crate::error::{ABORTED_BY_DECODE_REASON, ABORTED_REASON};
 use crate::ids::{OpId, Room};
 use crate::mutants::mutant;
 use crate::net::Endpoint;
+use crate::plan::dst_slice;
 use crate::poll::KvPoll;
 use crate::time::Timestamp;
 use crate::transport::{Outcome, Settlement};
+use crate::wire::RoomTag;
 
 /// When D is told that a room failed while one of its writes is unresolved (requirement B2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,6 +24,9 @@ pub enum FailedStatusPolicy {
     AtOnce,
     /// When every write settled: such a D may free the pages on its own clock. Towards SGLang 0.5.23.
     WhenSettled,
+    /// [`AtOnce`](Self::AtOnce) to a D that is known to be ours ([`Destination::life`]), else
+    /// [`WhenSettled`](Self::WhenSettled).
+    PerPeer,
 }
 
 /// What a sender room is made with.
@@ -54,6 +59,17 @@ pub struct Destination {
     pub decode_prefix_len: Option<u64>,
     /// Writes nothing, reports to nobody.
     pub is_dummy: bool,
+    /// This rank writes the metadata slot there; one of the ranks that serve a D does.
+    pub writes_aux: bool,
+    /// The life of the room it speaks for, when it is one of ours.
+    pub life: Option<RoomLife>,
+}
+
+/// What was said to a destination, and what was written for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+struct Told {
+    failed: bool,
+    pages: PageSum,
 }
 
 /// What can happen to a sender room.
@@ -94,6 +110,19 @@ pub enum SenderEffect {
     Post(u32, usize),
     /// Tell decode.
     Status(Endpoint, KvPoll, Option<Arc<str>>),
+    /// Tell a decode of ours, about this life of the room.
+    StatusOf {
+        /// Where.
+        to: Endpoint,
+        /// Which life.
+        life: RoomLife,
+        /// What.
+        status: KvPoll,
+        /// Why it failed.
+        reason: Option<Arc<str>>,
+        /// With Success: what was written (H3).
+        tag: Option<RoomTag>,
+    },
     /// `poll()` changed.
     Changed,
     /// No write of this room is outstanding any more: ABORT_ACKs may go out.
@@ -108,13 +137,14 @@ pub struct SenderRoom {
     cleared: bool,
     failure: Option<Failure>,
     destinations: SmallVec<[Destination; 1]>,
+    /// By destination.
+    told: SmallVec<[Told; 1]>,
     queue: VecDeque<Chunk>,
     current: Option<Chunk>,
     retained: Vec<Chunk>,
     outstanding: BTreeSet<Ticket>,
     next_chunk: u32,
     saw_last: bool,
-    failed_sent: bool,
     created: Timestamp,
     first_enqueue: Option<Timestamp>,
     last_enqueue: Option<Timestamp>,
@@ -131,13 +161,13 @@ impl SenderRoom {
             cleared: false,
             failure: None,
             destinations: SmallVec::new(),
+            told: SmallVec::new(),
             queue: VecDeque::new(),
             current: None,
             retained: Vec::new(),
             outstanding: BTreeSet::new(),
             next_chunk: 0,
             saw_last: false,
-            failed_sent: false,
             created: now,
             first_enqueue: None,
             last_enqueue: None,
@@ -282,12 +312,12 @@ impl SenderRoom {
         match self.status {
             // C6: whoever comes late is told; whoever is known is told when everybody is (B2).
             KvPoll::Failed if !d.is_dummy => {
-                if !self.failed_sent && self.destinations.iter().any(|x| !x.is_dummy && x.endpoint == d.endpoint) {
+                let known = |x: &Destination| !x.is_dummy && x.endpoint == d.endpoint && x.life == d.life;
+                if self.destinations.iter().zip(&self.told).any(|(x, told)| known(x) && !told.failed) {
                     return;
                 }
                 let reason = self.failure.as_ref().map(|f| f.reason.clone());
-                out.push(SenderEffect::Status(d.endpoint, KvPoll::Failed, reason));
-                return;
+                return self.tell(&d, KvPoll::Failed, reason, None, out);
             }
             KvPoll::Bootstrapping => {}
             _ => return,
@@ -296,18 +326,23 @@ impl SenderRoom {
         if required > self.policy.max_destinations {
             let max = self.policy.max_destinations;
             let text = format!("decode {} requires {required} decode ranks; at most {max} are allowed", d.endpoint);
-            self.destinations.push(d);
+            self.add(d);
             return self.fail(now, Failure::here(text), out);
         }
         match self.destinations.iter_mut().find(|x| x.name == d.name) {
             Some(old) => *old = d,
-            None => self.destinations.push(d),
+            None => self.add(d),
         }
         if self.destinations.len() >= required {
             self.status = KvPoll::WaitingForInput;
             out.push(SenderEffect::Changed);
             self.pump(now, out);
         }
+    }
+
+    fn add(&mut self, d: Destination) {
+        self.destinations.push(d);
+        self.told.push(Told::default());
     }
 
     fn enqueue(&mut self, now: Timestamp, spec: ChunkSpec, out: &mut Vec<SenderEffect>) {
@@ -458,11 +493,20 @@ impl SenderRoom {
     /// Conclude the current chunk when every write of it is Done; Success follows the last one.
     fn finish_current(&mut self, now: Timestamp, out: &mut Vec<SenderEffect>) {
         let Some(chunk) = self.current.take_if(|c| c.all_done()) else { return };
+        for (d, told) in self.destinations.iter().zip(&mut self.told).filter(|(d, _)| d.life.is_some() && !d.is_dummy) {
+            let slice = (u64::from(chunk.spec.index_slice.start), u64::from(chunk.spec.index_slice.end));
+            // A slice that is none was refused when it was planned.
+            if let Ok(pages) = dst_slice(&d.pages, slice, &chunk.spec.pages) {
+                told.pages.add(chunk.spec.index_slice.start, pages.dst);
+                // What decode has no place for counts, so that it does not take the rest for the whole.
+                told.pages.count = told.pages.count.wrapping_add(pages.truncated as u32);
+            }
+        }
         self.discharge(chunk.ticket(), out);
         if chunk.spec.is_last || mutant!(SuccessAfterAnyChunk) {
             self.status = KvPoll::Success;
             self.concluded = Some(now);
-            self.tell_all(KvPoll::Success, None, out);
+            self.tell_success(chunk.spec.aux_index.is_some(), out);
             out.push(SenderEffect::Changed);
         }
     }
@@ -507,24 +551,62 @@ impl SenderRoom {
         out.push(SenderEffect::Changed);
     }
 
+    /// Tell everybody who may know by now, and was not told (B2).
     fn tell_failed(&mut self, out: &mut Vec<SenderEffect>) {
-        let may = self.policy.failed_status == FailedStatusPolicy::AtOnce
-            || self.outstanding.is_empty()
-            || mutant!(FailedBeforeSettled);
-        if self.status == KvPoll::Failed && may && !self.failed_sent {
-            self.failed_sent = true;
-            let reason = self.failure.as_ref().map(|f| f.reason.clone());
-            self.tell_all(KvPoll::Failed, reason, out);
+        if self.status != KvPoll::Failed {
+            return;
+        }
+        let (policy, settled) = (self.policy.failed_status, self.outstanding.is_empty());
+        let reason = self.failure.as_ref().map(|f| f.reason.clone());
+        for i in 0..self.destinations.len() {
+            let may = settled
+                || mutant!(FailedBeforeSettled)
+                || match policy {
+                    FailedStatusPolicy::AtOnce => true,
+                    FailedStatusPolicy::WhenSettled => false,
+                    FailedStatusPolicy::PerPeer => self.destinations[i].life.is_some(),
+                };
+            if may && !std::mem::replace(&mut self.told[i].failed, true) && self.speaks_for_endpoint(i) {
+                self.tell(&self.destinations[i], KvPoll::Failed, reason.clone(), None, out);
+            }
         }
     }
 
-    /// To every distinct endpoint of a non-dummy destination, in order of arrival.
-    fn tell_all(&self, status: KvPoll, reason: Option<Arc<str>>, out: &mut Vec<SenderEffect>) {
-        for (i, d) in self.destinations.iter().enumerate().filter(|(_, d)| !d.is_dummy) {
-            if !self.destinations[..i].iter().any(|e| !e.is_dummy && e.endpoint == d.endpoint) {
-                out.push(SenderEffect::Status(d.endpoint.clone(), status, reason.clone()));
-            }
+    fn tell_success(&self, sent_aux: bool, out: &mut Vec<SenderEffect>) {
+        for (i, d) in self.destinations.iter().enumerate().filter(|(i, _)| self.speaks_for_endpoint(*i)) {
+            let tag = d.life.map(|life| {
+                self.told[i].pages.tag(&TagHead {
+                    room: self.room,
+                    generation: life.generation,
+                    decode_prefix_len: d.decode_prefix_len.unwrap_or(0),
+                    geometry: life.geometry,
+                    aux_index: d.aux_index.filter(|_| d.writes_aux && sent_aux),
+                })
+            });
+            self.tell(d, KvPoll::Success, None, tag, out);
         }
+    }
+
+    /// Each distinct endpoint (and life) of a non-dummy destination is told once, in order of arrival.
+    fn speaks_for_endpoint(&self, i: usize) -> bool {
+        let d = &self.destinations[i];
+        let same = |e: &Destination| !e.is_dummy && e.endpoint == d.endpoint && e.life == d.life;
+        !d.is_dummy && !self.destinations[..i].iter().any(same)
+    }
+
+    fn tell(
+        &self,
+        d: &Destination,
+        status: KvPoll,
+        reason: Option<Arc<str>>,
+        tag: Option<RoomTag>,
+        out: &mut Vec<SenderEffect>,
+    ) {
+        let to = d.endpoint.clone();
+        out.push(match d.life {
+            Some(life) => SenderEffect::StatusOf { to, life, status, reason, tag },
+            None => SenderEffect::Status(to, status, reason),
+        });
     }
 }
 

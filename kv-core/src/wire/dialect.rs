@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 
+use super::ext::{self, Extension, MessageKind};
 use super::frames::unsupported;
 use super::message::{
     Abort, AbortAck, AuxData, BootstrapHello, ChunkReady, KvStatus, Metadata, Registration, StagingReq, StagingRsp,
@@ -107,6 +108,34 @@ pub trait Dialect: Send + Sync {
     /// `BadText` or `BadInteger` for an endpoint that a peer would refuse.
     fn encode_bootstrap(&self, message: &BootstrapHello) -> Result<Multipart, WireError> {
         common::encode_bootstrap(message)
+    }
+
+    /// How many frames a message of this kind has when every optional one is there.
+    fn frames(&self, kind: MessageKind) -> usize {
+        ext::common_frames(kind)
+    }
+
+    /// Put an extension behind a message, for a peer that is known to be ours. Optional frames that are missing become
+    /// empty ones, which reads the same.
+    ///
+    /// # Errors
+    /// `Unsupported` when the message has frames that [`frames`](Self::frames) does not know of.
+    fn attach_extension(
+        &self,
+        kind: MessageKind,
+        message: &mut Multipart,
+        extension: &Extension,
+    ) -> Result<(), WireError> {
+        ext::attach(message, self.frames(kind), extension.encode())
+    }
+
+    /// The extension of a message of this kind: its last frame, behind all known ones, when it has the magic. Any other
+    /// frame there is ignored.
+    ///
+    /// # Errors
+    /// It has the magic and cannot be read.
+    fn extension(&self, kind: MessageKind, frames: &[Bytes]) -> Result<Option<Extension>, WireError> {
+        ext::detach(frames, self.frames(kind))
     }
 
     /// Read what arrived on prefill's socket.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::ext::MessageKind;
 use crate::ids::PrefillRank;
 use crate::memory::MemoryKind;
 use crate::net::Endpoint;
@@ -272,6 +273,33 @@ pub enum ToDecode {
     AbortAck(AbortAck),
     /// One aux row.
     AuxData(AuxData),
+}
+
+impl ToPrefill {
+    /// What kind of message it is.
+    pub fn kind(&self) -> MessageKind {
+        match self {
+            Self::Registration(_) => MessageKind::Registration,
+            Self::Metadata(_) => MessageKind::Metadata,
+            Self::Abort(_) => MessageKind::Abort,
+            Self::StagingRsp(_) => MessageKind::StagingRsp,
+            Self::Watermark(_) => MessageKind::Watermark,
+            Self::Bootstrap(_) => MessageKind::Bootstrap,
+        }
+    }
+}
+
+impl ToDecode {
+    /// What kind of message it is.
+    pub fn kind(&self) -> MessageKind {
+        match self {
+            Self::Status(_) => MessageKind::Status,
+            Self::ChunkReady(_) => MessageKind::ChunkReady,
+            Self::StagingReq(_) => MessageKind::StagingReq,
+            Self::AbortAck(_) => MessageKind::AbortAck,
+            Self::AuxData(_) => MessageKind::AuxData,
+        }
+    }
 }
 
 /// Why a message was not understood. Messages are dropped and counted by [`WireError::kind`], never fatal.

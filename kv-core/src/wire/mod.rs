@@ -5,6 +5,7 @@
 
 pub mod describe;
 pub mod dialect;
+pub mod ext;
 pub mod message;
 pub mod mooncake;
 pub mod mori;
@@ -19,6 +20,7 @@ mod geometry;
 
 pub use describe::describe;
 pub use dialect::{Dialect, built_in};
+pub use ext::{ExtCapabilities, ExtPeer, Extension, MessageKind, RoomTag};
 pub use message::*;
 pub use mooncake::MooncakeDialect;
 pub use mori::MoriDialect;

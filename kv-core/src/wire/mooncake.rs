@@ -5,6 +5,7 @@ use bytes::Bytes;
 use super::common;
 use super::destinations;
 use super::dialect::Dialect;
+use super::ext::{self, MessageKind};
 use super::frames::{FrameReader, FrameWriter, check_shape, unknown_tag};
 use super::geometry::{self, StateLists};
 use super::message::*;
@@ -96,6 +97,15 @@ fn is_room(frame: &[u8]) -> bool {
 impl Dialect for MooncakeDialect {
     fn name(&self) -> &'static str {
         "mooncake"
+    }
+
+    fn frames(&self, kind: MessageKind) -> usize {
+        match kind {
+            MessageKind::Registration => 20,
+            MessageKind::Metadata => 10,
+            MessageKind::Status => 4,
+            other => ext::common_frames(other),
+        }
     }
 
     fn encode_registration(&self, message: &Registration) -> Result<Multipart, WireError> {

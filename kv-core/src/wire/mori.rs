@@ -6,6 +6,7 @@ use bytes::Bytes;
 use super::common;
 use super::destinations;
 use super::dialect::Dialect;
+use super::ext::{self, MessageKind};
 use super::frames::{FrameReader, FrameWriter, check_shape, unknown_tag};
 use super::geometry::{self, StateLists};
 use super::message::*;
@@ -110,6 +111,15 @@ impl MoriDialect {
 impl Dialect for MoriDialect {
     fn name(&self) -> &'static str {
         "mori"
+    }
+
+    fn frames(&self, kind: MessageKind) -> usize {
+        match kind {
+            MessageKind::Registration => 18,
+            MessageKind::Metadata => 10,
+            MessageKind::Status => 5,
+            other => ext::common_frames(other),
+        }
     }
 
     fn encode_registration(&self, message: &Registration) -> Result<Multipart, WireError> {

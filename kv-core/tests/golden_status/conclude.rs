@@ -25,6 +25,8 @@ fn record(host: &str, port: u16, name: &str, is_dummy: bool) -> Destination {
         required_dst_info_num: 4,
         decode_prefix_len: None,
         is_dummy,
+        writes_aux: true,
+        life: None,
     }
 }
 

@@ -57,7 +57,9 @@ pub fn world(backend: &str, shape: Shape, decodes: u32) -> World {
     let hooks = Arc::new(Mixed(dialect, NixlDialect::new()));
     // Towards 0.5.23, as recorded.
     let failed_status = FailedStatusPolicy::WhenSettled;
-    World::new(WorldSpec { hooks, failed_status, ..WorldSpec::of(shape, decodes) })
+    // The recorded peers are SGLang's.
+    let (prefill_ext, decode_ext) = (false, false);
+    World::new(WorldSpec { hooks, failed_status, prefill_ext, decode_ext, ..WorldSpec::of(shape, decodes) })
 }
 
 pub fn steps(r: &Record) -> Vec<Value> {

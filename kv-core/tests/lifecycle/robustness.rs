@@ -148,7 +148,7 @@ fn cat_f73_a_message_that_waits_before_the_start_is_handled() {
 
 #[test]
 fn r_b1_statuses_of_ranks_that_were_not_asked_change_nothing() {
-    let mut w = held_world(WorldSpec::default());
+    let mut w = held_world(WorldSpec { prefill_ext: false, ..WorldSpec::default() });
     let (s, r, _) = in_flight(&mut w);
     for (status, rank) in [("4", "1"), ("0", "3"), ("3", "0"), ("4", "4294967295")] {
         w.net.inject(&w.d[0].endpoint, ["KV_STATUS", "7", status, rank, ""].map(str::to_owned));
@@ -243,6 +243,8 @@ fn broken_lane(w: &World) -> kv_core::engine::PrefillShard {
         tombstone_timeout: secs(600),
         rank: kv_core::PrefillRank(0),
         freed: std::sync::Arc::new(|_| {}),
+        aux_rule: AuxRule::ALONE,
+        extension: None,
         commands: std::sync::Arc::new(|_| {}),
     };
     let layout = kv_core::layout::LocalLayout::new(kv_core::layout::LayoutSpec::default(), []).unwrap();

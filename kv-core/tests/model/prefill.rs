@@ -68,6 +68,7 @@ impl State {
                         status == KvPoll::Failed && setup.failed_status == FailedStatusPolicy::WhenSettled && busy;
                     self.send(setup, Msg::Status { p, d: to.port() as u8, status: wire(status), reason });
                 }
+                SenderEffect::StatusOf { .. } => panic!("no decode names a life here"),
                 SenderEffect::Changed => {}
                 SenderEffect::Drained => self.ack_if_drained(setup, p),
             }

@@ -134,6 +134,8 @@ impl Setup {
             required_dst_info_num: u32::from(self.decodes),
             decode_prefix_len: None,
             is_dummy: false,
+            writes_aux: true,
+            life: None,
         }
     }
 
@@ -158,6 +160,7 @@ impl Setup {
             tp_rank: rank.into(),
             pp_rank: 0,
             is_dummy: false,
+            ext: None,
         };
         Arc::new(PrefillPeers {
             bootstrap_addr: "p:8998".into(),

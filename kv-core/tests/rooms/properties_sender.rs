@@ -169,6 +169,7 @@ impl Model {
                         "told over a write that is not quiet"
                     );
                 }
+                SenderEffect::StatusOf { .. } => panic!("no decode named a life"),
                 SenderEffect::Drained => assert_eq!(self.unquiet(), 0, "drained over a write that is not quiet"),
                 SenderEffect::Changed => {}
             }

@@ -74,10 +74,11 @@ fn cat_f20_cat_f21_an_ack_after_the_timeout_releases_nothing_again() {
 fn r_f4_with_proof_only_no_time_releases() {
     let mut r = Receiver::new(ReleasePolicy::Proof).with_peers(1).published();
     r.on(ReceiverEvent::Abort);
-    assert_eq!(r.room.poll_timeout(), None);
+    assert_eq!((r.room.poll_timeout(), r.room.awaits_proof()), (None, true));
     r.now = secs(1_000_000);
     assert_eq!((r.timeout(), r.room.releasable()), (vec![], false));
     assert_eq!(r.on(ack(0, 1)), [PROVEN]);
+    assert!(!r.room.awaits_proof());
 }
 
 #[test]

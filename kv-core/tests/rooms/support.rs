@@ -42,6 +42,8 @@ pub fn destination(name: u16, required: u32) -> Destination {
         required_dst_info_num: required,
         decode_prefix_len: Some(0),
         is_dummy: false,
+        writes_aux: true,
+        life: None,
     }
 }
 
@@ -136,7 +138,7 @@ pub fn status(to: u16, status: KvPoll, reason: Option<&str>) -> SenderEffect {
 
 pub fn record(rank: u32, is_dummy: bool) -> PrefillRecord {
     let endpoint = endpoint(9000 + rank as u16);
-    PrefillRecord { endpoint, rank: PrefillRank(rank), cp_rank: 0, tp_rank: rank, pp_rank: 0, is_dummy }
+    PrefillRecord { endpoint, rank: PrefillRank(rank), cp_rank: 0, tp_rank: rank, pp_rank: 0, is_dummy, ext: None }
 }
 
 /// Ranks 0 to `n - 1`, all of which must report Success.

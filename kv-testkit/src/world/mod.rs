@@ -33,7 +33,7 @@ use kv_core::room::{ChunkSpec, PublishSpec};
 use kv_core::time::Timestamp;
 
 pub use nodes::{DecodeNode, PrefillNode, SimConnector};
-pub use spec::WorldSpec;
+pub use spec::{WorldSpec, process};
 
 use crate::{FakeFabric, ManualClock, Rng, SimNet};
 
@@ -75,7 +75,7 @@ impl World {
             for pp in 0..shape.prefill_pp {
                 for cp in 0..shape.prefill_cp {
                     let rank = shape.prefill_rank(tp, cp, pp);
-                    p.push(PrefillNode::new(&spec, &net, &fabric, rank, (tp, cp, pp)));
+                    p.push(PrefillNode::new(&spec, &net, &fabric, rank, (tp, cp, pp), &format!("prefill-{rank}")));
                 }
             }
         }
@@ -98,6 +98,21 @@ impl World {
         let endpoint = self.d[d].endpoint.clone();
         self.net.crash(&endpoint);
         self.d[d] = DecodeNode::new(&self.spec, &self.clock, &self.net, &self.fabric, d as u32, name);
+    }
+
+    /// Let the process of prefill rank `p` end and another one, named `name`, start at its address. Decode's directory
+    /// is not told.
+    pub fn restart_prefill(&mut self, p: usize, name: &str) {
+        self.kill_prefill(p);
+        let (rank, place) = (self.p[p].rank, self.p[p].place);
+        self.p[p] = PrefillNode::new(&self.spec, &self.net, &self.fabric, rank, place, name);
+    }
+
+    /// Let the process of prefill rank `p` end.
+    pub fn kill_prefill(&mut self, p: usize) {
+        self.p[p].stopped = true;
+        self.fabric.kill(&self.p[p].name);
+        self.net.crash(&self.p[p].endpoint);
     }
 
     fn life(&mut self, room: u64) -> Arc<RoomShared> {
@@ -211,6 +226,9 @@ impl World {
                 None => self.p[i].step(now),
                 Some(d) => self.d[d].step(now),
             };
+            if let Some(events) = &self.events {
+                events.flush();
+            }
         }
         moved
     }

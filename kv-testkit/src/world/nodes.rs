@@ -1,13 +1,13 @@
 //! The ranks of a world: a shard with everything it talks to.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv_core::engine::{
-    Connected, Connector, DecodeCommand, DecodeShard, DecodeShardConfig, PrefillCommand, PrefillShard,
+    AuxRule, Connected, Connector, DecodeCommand, DecodeShard, DecodeShardConfig, PrefillCommand, PrefillShard,
     PrefillShardConfig, RoomShared, Stats,
 };
-use kv_core::ids::{PeerId, PrefillRank, Room};
+use kv_core::ids::{PeerId, PrefillRank, ProcessGeneration, Room};
 use kv_core::layout::LocalLayout;
 use kv_core::memory::MemoryOwner;
 use kv_core::net::Endpoint;
@@ -16,8 +16,8 @@ use kv_core::time::Timestamp;
 use kv_core::transport::{PeerDescriptor, Transport};
 use kv_core::wire::Registration;
 
-use super::spec::{AUX_LEN, AUX_ROWS, WorldSpec};
-use crate::directory::Shape;
+use super::spec::{AUX_LEN, AUX_ROWS, WorldSpec, process};
+use crate::directory::Answer;
 use crate::net::SimControl;
 use crate::{FakeDirectory, FakeFabric, FakeTransport, ManualClock, SimNet, TestMemory};
 
@@ -86,6 +86,8 @@ pub type Freed = Arc<Mutex<Vec<(Room, u64)>>>;
 
 /// One prefill rank.
 pub struct PrefillNode {
+    /// Which process: its transport's name.
+    pub name: String,
     /// Its number in messages.
     pub rank: PrefillRank,
     /// (TP, CP, PP) rank.
@@ -125,9 +127,10 @@ impl PrefillNode {
         fabric: &FakeFabric,
         rank: PrefillRank,
         place: (u32, u32, u32),
+        name: &str,
     ) -> Self {
         let endpoint = spec.shape.endpoint(rank);
-        let transport = fabric.transport(&format!("prefill-{rank}"));
+        let transport = fabric.transport(name);
         let entry_len = spec.pages * spec.page_len;
         let entries = spec.prefill_entries();
         let kv = TestMemory::patterned(entries as usize * entry_len, 1000 + u64::from(rank.0));
@@ -152,6 +155,13 @@ impl PrefillNode {
             tombstone_timeout: spec.tombstone_timeout,
             rank,
             freed: Arc::new(move |r: &RoomShared| lock(&gone).push((r.room(), r.life()))),
+            aux_rule: AuxRule {
+                attn_tp: (spec.shape.prefill_tp, place.0),
+                cp_rank: place.1,
+                last_stage: place.2 + 1 == spec.shape.prefill_pp,
+                kv_entries: entries as usize,
+            },
+            extension: spec.prefill_ext.then(|| process(name)),
             commands: Arc::new(move |c| lock(&queue).push(c)),
         };
         let shard = PrefillShard::new(
@@ -166,6 +176,7 @@ impl PrefillNode {
         );
         let control = net.bind(&endpoint);
         Self {
+            name: name.into(),
             rank,
             place,
             endpoint,
@@ -239,6 +250,8 @@ pub struct DecodeNode {
     pub commands: Vec<DecodeCommand>,
     /// Room numbers given back.
     pub freed: Freed,
+    /// Prefill processes that its transport knows to be dead.
+    pub dead_sources: Arc<Mutex<BTreeSet<ProcessGeneration>>>,
     /// When it wants to be stepped next.
     pub wake: Option<Timestamp>,
     /// Not stepped: a process that is stopped.
@@ -269,9 +282,11 @@ impl DecodeNode {
         let layout = LocalLayout::new(layout, regions).expect("a layout that fits");
         let registration = layout.to_registration(endpoint.clone(), name, transport.local_metadata());
         let directory = FakeDirectory::new(clock);
-        directory.serve(&Shape { decode_rank: rank, ..spec.shape.clone() });
+        directory.answer(&spec.shape.bootstrap_addr, Answer::Peers(Arc::new(spec.peers(rank))));
         let (freed, stats) = (Freed::default(), Arc::new(Stats::default()));
         let gone = freed.clone();
+        let dead_sources: Arc<Mutex<BTreeSet<ProcessGeneration>>> = Arc::default();
+        let known_dead = dead_sources.clone();
         let config = DecodeShardConfig {
             limits: spec.limits.clone(),
             policy: Arc::new(ReceiverPolicy { waiting_timeout: spec.waiting_timeout, release: spec.release }),
@@ -279,6 +294,8 @@ impl DecodeNode {
             name: name.into(),
             freed: Arc::new(move |r: &RoomShared| lock(&gone).push((r.room(), r.life()))),
             registration: Arc::new(move || registration.clone()),
+            inbound_dead: Arc::new(move |process| lock(&known_dead).contains(&process)),
+            extension: spec.decode_ext.then(|| process(name)),
         };
         let shard = DecodeShard::new(config, spec.hooks.clone(), Box::new(directory.clone()), stats.clone());
         let control = net.bind(&endpoint);
@@ -293,6 +310,7 @@ impl DecodeNode {
             aux,
             entries,
             commands: Vec::new(),
+            dead_sources,
             freed,
             wake: None,
             stopped: false,

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::directory::PrefillPeers;
 use kv_core::hooks::{ManagerHooks, TcpHooks};
+use kv_core::ids::ProcessGeneration;
 use kv_core::layout::{AttentionKind, EntryDesc, LayoutSpec};
 use kv_core::limits::Limits;
 use kv_core::memory::RegisteredRegion;
 use kv_core::net::Endpoint;
 use kv_core::room::{FailedStatusPolicy, ReleasePolicy};
+use kv_core::wire::ExtPeer;
 
 use crate::directory::Shape;
 
@@ -38,6 +41,10 @@ pub struct WorldSpec {
     pub failed_status: FailedStatusPolicy,
     /// Decode: when pages of a failed room are free.
     pub release: ReleasePolicy,
+    /// Prefill ranks are of ours and say so; false: they are as 0.5.23.
+    pub prefill_ext: bool,
+    /// Decode ranks likewise.
+    pub decode_ext: bool,
     /// Prefill.
     pub bootstrap_timeout: Duration,
     /// Decode.
@@ -63,6 +70,8 @@ impl Default for WorldSpec {
             hooks: Arc::new(TcpHooks::new()),
             failed_status: FailedStatusPolicy::AtOnce,
             release: ReleasePolicy::AckOrTimeout(Duration::from_secs(30)),
+            prefill_ext: true,
+            decode_ext: true,
             bootstrap_timeout: Duration::from_secs(300),
             waiting_timeout: Duration::from_secs(300),
             early_timeout: Duration::from_secs(300),
@@ -77,6 +86,20 @@ impl WorldSpec {
     /// A world of this shape with `decodes` decode ranks.
     pub fn of(shape: Shape, decodes: u32) -> Self {
         Self { shape, decodes, ..Self::default() }
+    }
+
+    /// What the prefill rank of this number says of itself, in its first life.
+    pub fn prefill_peer(&self, rank: kv_core::ids::PrefillRank) -> Option<ExtPeer> {
+        self.prefill_ext.then(|| process(&format!("prefill-{rank}")))
+    }
+
+    /// What the directory tells decode rank `rank`.
+    pub fn peers(&self, rank: u32) -> PrefillPeers {
+        let mut peers = Shape { decode_rank: rank, ..self.shape.clone() }.peers();
+        for record in &mut peers.records {
+            record.ext = self.prefill_peer(record.rank);
+        }
+        peers
     }
 
     /// KV entries of one prefill rank.
@@ -156,4 +179,13 @@ impl WorldSpec {
     pub(super) fn decode_endpoint(&self, rank: u32) -> Endpoint {
         Endpoint::new("10.0.1.1", 7000 + rank as u16)
     }
+}
+
+/// The process of this name: the same for the same name.
+pub fn process(name: &str) -> ExtPeer {
+    // FNV-1a: any number will do, as long as names differ.
+    let hash = name.bytes().fold(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128, |hash, byte| {
+        (hash ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b)
+    });
+    ExtPeer::new(ProcessGeneration(hash.max(1)))
 }

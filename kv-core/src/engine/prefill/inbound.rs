@@ -1,28 +1,71 @@
 //! What arrives from decode: registrations, metadata, ABORTs; and the connections to it.
 
+use super::lives::Belongs;
 use super::*;
+use crate::control::Multipart;
+use crate::ids::ProcessGeneration;
+use crate::wire::{RoomTag, WireError};
+
+/// The life of a room on decode that a message is about.
+#[derive(Clone, Copy)]
+pub(super) struct About {
+    pub process: ProcessGeneration,
+    pub generation: u64,
+    /// With Success: what was written.
+    pub tag: Option<RoomTag>,
+    /// With Failed: decode must register first.
+    pub register_again: bool,
+}
+
+impl About {
+    pub fn life(process: ProcessGeneration, generation: u64) -> Self {
+        Self { process, generation, tag: None, register_again: false }
+    }
+}
 
 impl PrefillShard {
     pub(super) fn message(&mut self, now: Timestamp, frames: &[bytes::Bytes], control: &mut dyn ControlPlane) {
         self.stats.messages_in.inc();
-        let parsed = self.hooks.dialect().parse_to_prefill(frames, &self.config.limits);
+        let dialect = self.hooks.dialect();
+        let parsed = dialect.parse_to_prefill(frames, &self.config.limits).and_then(|message| {
+            let ours = self.config.extension.is_some();
+            let ext = if ours { dialect.extension(message.kind(), frames)? } else { None };
+            Ok((message, ext))
+        });
         match parsed {
-            Ok(ToPrefill::Registration(r)) => self.registration(now, r, control),
-            Ok(ToPrefill::Metadata(m)) => self.metadata(now, m, control),
-            Ok(ToPrefill::Abort(a)) => self.abort(now, a, control),
+            Ok((ToPrefill::Registration(r), ext)) => self.registration(now, r, ext, control),
+            Ok((ToPrefill::Metadata(m), ext)) => self.metadata(now, m, ext, control),
+            Ok((ToPrefill::Abort(a), ext)) => self.abort(now, a, ext, control),
             // Staging and late allocation are not offered by this rank, so nobody of ours sends these.
             Ok(_) => self.stats.protocol_violations.inc(),
             Err(error) => self.malformed.report(&self.stats, &error),
         }
     }
 
-    pub(super) fn registration(&mut self, now: Timestamp, r: Box<Registration>, control: &mut dyn ControlPlane) {
+    /// Spoken to an earlier process at our address (F56).
+    fn is_for_another(&self, ext: Option<&Extension>) -> bool {
+        let to = ext.and_then(|e| e.to);
+        to.is_some_and(|to| self.config.extension.is_some_and(|us| us.process != to))
+    }
+
+    pub(super) fn registration(
+        &mut self,
+        now: Timestamp,
+        r: Box<Registration>,
+        ext: Option<Extension>,
+        control: &mut dyn ControlPlane,
+    ) {
+        let ext = ext.map(|e| e.from);
         let Some(name) = self.hooks.peer_name(&r) else { return self.stats.protocol_violations.inc() };
         let name: Arc<str> = name.into();
         let mut posts = VecDeque::new();
         if let Some(known) = self.peers.get(&name) {
             let same = *known.registration == *r;
             if same && matches!(known.link, Link::Ready(_) | Link::Connecting(_)) {
+                // Through a registry of 0.5.23 decode does not learn that we are ours; what it said elsewhere holds.
+                if let (Some(known), Some(_)) = (self.peers.get_mut(&name), ext) {
+                    known.ext = ext;
+                }
                 return;
             }
             // Registered again with other geometry, or after a failure: the old connection goes (0.5.23 hazard 7).
@@ -58,7 +101,10 @@ impl PrefillShard {
             posts.clear();
         }
         let link = Link::Refused(refused.clone().unwrap_or_default());
-        self.peers.insert(name.clone(), Peer { registration: r, pairing, link, posts, failures: 0, last_used: now });
+        self.peers.insert(
+            name.clone(),
+            Peer { geometry: geometry(&r), registration: r, ext, pairing, link, posts, failures: 0, last_used: now },
+        );
         match refused {
             None => {
                 self.stats.peers_registered.inc();
@@ -140,10 +186,27 @@ impl PrefillShard {
         }
     }
 
-    pub(super) fn metadata(&mut self, now: Timestamp, m: Metadata, control: &mut dyn ControlPlane) {
+    pub(super) fn metadata(
+        &mut self,
+        now: Timestamp,
+        m: Metadata,
+        ext: Option<Extension>,
+        control: &mut dyn ControlPlane,
+    ) {
         let Some(room) = Room::new(m.room) else { return self.stats.protocol_violations.inc() };
-        let refused = self.usable(now, &m.name).err();
+        let peer = self.peers.get(&m.name);
+        let registered = peer.and_then(|p| p.ext);
+        if let (Some(registered), Some(ext)) = (registered, &ext)
+            && registered.process != ext.from.process
+        {
+            return self.stats.messages_stale.inc();
+        }
+        let geometry = peer.map_or(0, |p| p.geometry);
+        let told = ext.as_ref().and_then(|e| e.aux_writer);
+        let life = ext.as_ref().and_then(|ext| DecodeLife::of(&m.endpoint, ext));
         let destination = Destination {
+            writes_aux: peer.is_some_and(|p| self.config.aux_rule.writes(&p.registration, told)),
+            life: life.as_ref().map(|l| RoomLife { process: l.process, generation: l.generation, geometry }),
             name: m.name.as_str().into(),
             endpoint: m.endpoint,
             pages: m.dst_pages,
@@ -152,15 +215,52 @@ impl PrefillShard {
             decode_prefix_len: m.decode_prefix_len,
             is_dummy: m.is_dummy,
         };
+        if self.is_for_another(ext.as_ref()) {
+            self.stats.messages_stale.inc();
+            let reason = "this is another process than the one that decode knows at its address: prefill was restarted";
+            return self.refuse(now, room, &destination, reason.into(), control);
+        }
+        let spent = life.as_ref().and_then(|l| self.spent.newest(room, l).map(|newest| (newest, l.generation)));
+        if spent.is_some_and(|(newest, this)| this <= newest) {
+            return self.stats.messages_stale.inc();
+        }
+        let refused = self.usable(now, &m.name).err();
         if let Some(&key) = self.by_room.get(&room) {
-            if let Some(reason) = refused {
-                self.drive(now, key, SenderEvent::Fail(Failure::here(reason)), control);
+            match self.belongs(key, life.as_ref()) {
+                Belongs::Here => {
+                    self.bind(key, life);
+                    if let Some(reason) = refused {
+                        self.drive(now, key, SenderEvent::Fail(Failure::here(reason)), control);
+                    }
+                    return self.drive(now, key, SenderEvent::Destination(destination), control);
+                }
+                Belongs::Past => return self.stats.messages_stale.inc(),
+                Belongs::Future => {
+                    let text = format!("decode {} began room {room} anew: its ABORT was lost", destination.endpoint);
+                    self.drive(now, key, SenderEvent::Fail(Failure::here(text)), control);
+                }
             }
-            return self.drive(now, key, SenderEvent::Destination(destination), control);
+        } else if let Some((_, reason)) = self.tombstones.get(&room).cloned()
+            // A newer life than the failed one's is for the next sender.
+            && spent.is_none()
+        {
+            if let Some(life) = life {
+                self.spend(now, room, life);
+            }
+            return self.refuse(now, room, &destination, reason, control);
         }
-        if let Some((_, reason)) = self.tombstones.get(&room).cloned() {
-            return self.status(now, room, &destination.endpoint, KvPoll::Failed, Some(reason), control);
-        }
+        self.keep_early(now, room, destination, refused, control);
+    }
+
+    /// Metadata of a room whose sender does not exist yet.
+    fn keep_early(
+        &mut self,
+        now: Timestamp,
+        room: Room,
+        destination: Destination,
+        refused: Option<Arc<str>>,
+        control: &mut dyn ControlPlane,
+    ) {
         if !self.early.contains_key(&room) {
             if self.early.len() >= self.config.limits.max_early_rooms {
                 return self.stats.messages_over_limit.inc();
@@ -174,15 +274,16 @@ impl PrefillShard {
             }
         }
         let Some(early) = self.early.get_mut(&room) else { return };
-        let reason = match (&early.failed, refused) {
-            (Some(reason), _) => Some(reason.clone()),
-            (None, refused) => refused,
-        };
-        if let Some(reason) = reason {
+        let other_life = |d: &Destination| d.name == destination.name && d.life != destination.life;
+        let mixed = early.destinations.iter().any(other_life).then(|| {
+            // Which of the two the sender to come is for cannot be told.
+            format!("decode {} began room {room} anew before its sender was made", destination.endpoint).into()
+        });
+        if let Some(reason) = early.failed.clone().or(refused).or(mixed) {
             early.failed = Some(reason.clone());
             let destinations = std::mem::take(&mut early.destinations);
             for d in destinations.iter().chain([&destination]).filter(|d| !d.is_dummy) {
-                self.status(now, room, &d.endpoint.clone(), KvPoll::Failed, Some(reason.clone()), control);
+                self.refuse(now, room, d, reason.clone(), control);
             }
         } else if early.destinations.len() < self.config.limits.max_peers_per_room {
             early.destinations.retain(|d| d.name != destination.name);
@@ -218,53 +319,113 @@ impl PrefillShard {
         }
     }
 
-    pub(super) fn abort(&mut self, now: Timestamp, a: Abort, control: &mut dyn ControlPlane) {
+    pub(super) fn abort(&mut self, now: Timestamp, a: Abort, ext: Option<Extension>, control: &mut dyn ControlPlane) {
         let Some(room) = Room::new(a.room) else { return self.stats.protocol_violations.inc() };
         self.stats.aborts_in.inc();
-        if let Some(&key) = self.by_room.get(&room) {
+        let life = ext.as_ref().zip(a.endpoint.as_ref()).and_then(|(ext, endpoint)| DecodeLife::of(endpoint, ext));
+        // What ended here before, or was never spoken of to this process, has nothing left to stop.
+        let over = life.as_ref().is_some_and(|l| self.spent.newest(room, l).is_some_and(|n| l.generation <= n));
+        let nothing_to_stop = over || self.is_for_another(ext.as_ref());
+        let sender = self.by_room.get(&room).map(|key| (*key, self.belongs(*key, life.as_ref())));
+        let early = |l: &DecodeLife| {
+            let same_decode = |d: &&Destination| d.endpoint == l.endpoint && d.life.is_some();
+            let theirs = self.early.get(&room).and_then(|e| e.destinations.iter().find(same_decode));
+            theirs.is_some_and(|d| d.life.map(|life| DecodeLife::new(&d.endpoint, life)).as_ref() != Some(l))
+        };
+        if nothing_to_stop {
+            self.stats.messages_stale.inc();
+        } else if let Some((key, Belongs::Here)) = sender {
             if self.rooms.get(key).is_some_and(|e| !e.room.poll().is_terminal()) {
                 self.stats.rooms_aborted.inc();
             }
+            self.bind(key, life.clone());
             self.drive(now, key, SenderEvent::AbortedByDecode, control);
+        } else if matches!(sender, Some((_, Belongs::Past))) || life.as_ref().is_some_and(early) {
+            self.stats.messages_stale.inc();
         } else if let Some(early) = self.early.get_mut(&room) {
             // The first reason stays, and every decode rank that is known is told, as with a sender.
             let reason = early.failed.get_or_insert_with(|| ABORTED_BY_DECODE_REASON.into()).clone();
             for d in std::mem::take(&mut early.destinations).iter().filter(|d| !d.is_dummy) {
-                self.status(now, room, &d.endpoint, KvPoll::Failed, Some(reason.clone()), control);
+                self.refuse(now, room, d, reason.clone(), control);
             }
         } else {
             self.stats.messages_stale.inc();
         }
+        if let (Some(life), false) = (&life, nothing_to_stop) {
+            self.spend(now, room, life.clone());
+        }
         if let (Some(endpoint), Some(generation)) = (a.endpoint, a.generation) {
             let targets = self.pending_acks.entry(room).or_default();
             let full = targets.len() >= self.config.limits.max_peers_per_room;
-            match targets.iter_mut().find(|(e, _)| *e == endpoint) {
-                Some(t) => t.1 = generation,
+            // Two lives of one decode may both wait.
+            match targets.iter_mut().find(|t| t.endpoint == endpoint && t.life == life) {
+                Some(t) => t.generation = generation,
                 None if full => self.stats.messages_over_limit.inc(),
-                None => targets.push((endpoint, generation)),
+                None => targets.push(AckTarget { endpoint, generation, life }),
             }
             self.ack_if_drained(now, room, control);
         }
     }
 
-    /// ABORT_ACK only when no life of the room can still write (F3).
+    /// ABORT_ACK only when no life of the room can still write where the aborted one did (F3).
     pub(super) fn ack_if_drained(&mut self, now: Timestamp, room: Room, control: &mut dyn ControlPlane) {
-        let lives = self.by_room.get(&room).into_iter().chain(self.undrained.get(&room).into_iter().flatten());
-        if lives.filter_map(|k| self.rooms.get(*k)).any(|e| e.room.outstanding() > 0) {
-            return;
+        let Some(mut targets) = self.pending_acks.remove(&room) else { return };
+        let keys = self.by_room.get(&room).into_iter().chain(self.undrained.get(&room).into_iter().flatten());
+        let lives: SmallVec<[&Entry; 2]> = keys.filter_map(|k| self.rooms.get(*k)).collect();
+        let mut due: SmallVec<[AckTarget; 1]> = SmallVec::new();
+        targets.retain(|t| {
+            let wait = lives.iter().any(|e| Self::keeps_back(e, t));
+            if !wait {
+                due.push(t.clone());
+            }
+            wait
+        });
+        if !targets.is_empty() {
+            self.pending_acks.insert(room, targets);
         }
-        for (endpoint, generation) in self.pending_acks.remove(&room).into_iter().flatten() {
-            let ack = AbortAck { room: room.get(), prefill_rank: self.config.rank, generation };
-            match self.hooks.dialect().encode_abort_ack(&ack) {
+        for target in due {
+            let ack = AbortAck { room: room.get(), prefill_rank: self.config.rank, generation: target.generation };
+            let about = target.life.map(|l| About::life(l.process, l.generation));
+            let frames = self.hooks.dialect().encode_abort_ack(&ack);
+            match frames.and_then(|frames| self.extended(MessageKind::AbortAck, frames, about)) {
                 Ok(frames) => {
                     self.stats.abort_acks_out.inc();
-                    self.outgoing.send(now, control, &endpoint, frames, &self.stats);
+                    self.outgoing.send(now, control, &target.endpoint, frames, &self.stats);
                 }
                 Err(error) => tracing::warn!("ABORT_ACK of room {room} not sent: {error}"),
             }
         }
     }
 
+    /// With our extension, when decode is ours and spoke of a life.
+    fn extended(&self, kind: MessageKind, mut frames: Multipart, about: Option<About>) -> Result<Multipart, WireError> {
+        if let (Some(us), Some(about)) = (self.config.extension, about) {
+            let ext = Extension {
+                to: Some(about.process),
+                room_generation: Some(about.generation),
+                tag: about.tag,
+                register_again: about.register_again,
+                ..Extension::from(us)
+            };
+            self.hooks.dialect().attach_extension(kind, &mut frames, &ext)?;
+        }
+        Ok(frames)
+    }
+
+    /// Tell one destination that the room failed.
+    pub(super) fn refuse(
+        &mut self,
+        now: Timestamp,
+        room: Room,
+        d: &Destination,
+        reason: Arc<str>,
+        control: &mut dyn ControlPlane,
+    ) {
+        let about = d.life.map(|l| About::life(l.process, l.generation));
+        self.status(now, room, &d.endpoint, KvPoll::Failed, Some(reason), about, control);
+    }
+
+    #[allow(clippy::too_many_arguments)] // one status, said whole
     pub(super) fn status(
         &mut self,
         now: Timestamp,
@@ -272,6 +433,7 @@ impl PrefillShard {
         to: &Endpoint,
         status: KvPoll,
         reason: Option<Arc<str>>,
+        about: Option<About>,
         control: &mut dyn ControlPlane,
     ) {
         let message = KvStatus {
@@ -280,7 +442,19 @@ impl PrefillShard {
             prefill_rank: self.config.rank,
             reason: reason.map(|r| r.to_string()),
         };
-        match self.hooks.dialect().encode_status(&message) {
+        let register_again = status == KvPoll::Failed && self.peers.at(to).is_none();
+        let about = about.map(|about| About { register_again, ..about });
+        let dialect = self.hooks.dialect();
+        let frames = dialect.encode_status(&message).map(|mut frames| {
+            // Mooncake sends no reason to 0.5.23, but every dialect reads one, in the last frame.
+            if let (Some(_), Some(reason)) = (about, &message.reason)
+                && frames.len() + 1 == dialect.frames(MessageKind::Status)
+            {
+                frames.push(reason.clone().into());
+            }
+            frames
+        });
+        match frames.and_then(|frames| self.extended(MessageKind::Status, frames, about)) {
             Ok(frames) => {
                 self.outgoing.send(now, control, to, frames, &self.stats);
             }

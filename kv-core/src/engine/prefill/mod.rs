@@ -8,7 +8,9 @@ use std::time::Duration;
 use slotmap::{SlotMap, new_key_type};
 use smallvec::SmallVec;
 
+mod aux;
 mod inbound;
+mod lives;
 mod posting;
 mod rooms;
 
@@ -28,12 +30,17 @@ use crate::mutants::mutant;
 use crate::net::Endpoint;
 use crate::plan::{Planner, WritePlan, dst_slice};
 use crate::poll::KvPoll;
-use crate::room::{ChunkSpec, Destination, Failure, SenderEffect, SenderEvent, SenderPolicy, SenderRoom};
+use crate::room::{
+    ChunkSpec, Destination, Failure, RoomLife, SenderEffect, SenderEvent, SenderPolicy, SenderRoom, geometry,
+};
 use crate::time::Timestamp;
 use crate::transport::{
     Lane, LaneEvent, Outcome, PeerDescriptor, Settlement, SubmitError, TransportError, TransportErrorKind, WriteOp,
 };
-use crate::wire::{Abort, AbortAck, KvStatus, Metadata, Registration, ToPrefill};
+use crate::wire::{Abort, AbortAck, ExtPeer, Extension, KvStatus, MessageKind, Metadata, Registration, ToPrefill};
+pub use aux::AuxRule;
+use inbound::About;
+use lives::{AckTarget, DecodeLife, Spent};
 
 new_key_type! { pub(crate) struct RoomKey; }
 
@@ -72,6 +79,10 @@ pub struct PrefillShardConfig {
     pub rank: PrefillRank,
     /// Called when a room number is free again.
     pub freed: RoomFreed,
+    /// Which decodes' metadata slots this rank writes.
+    pub aux_rule: AuxRule,
+    /// What we say of ourselves to peers of ours (H4); `None`: to everybody exactly what 0.5.23 says.
+    pub extension: Option<ExtPeer>,
     /// Hands commands back to the shard from other threads (wait events).
     pub commands: Arc<dyn Fn(PrefillCommand) + Send + Sync>,
 }
@@ -102,6 +113,8 @@ struct Entry {
     shared: Arc<RoomShared>,
     armed: Option<Timestamp>,
     reported: bool,
+    /// The lives on decode that this life is for.
+    bound: SmallVec<[DecodeLife; 1]>,
 }
 
 struct OpRef {
@@ -109,8 +122,16 @@ struct OpRef {
     chunk: u32,
     dest: usize,
     bytes: u64,
-    /// Its outcome came, and left a side not quiet: whether (source, destination) are proven quiet since.
-    retained: Option<(bool, bool)>,
+    /// Its outcome came, and left a side not quiet.
+    retained: Option<Retained>,
+}
+
+/// A write without proof.
+struct Retained {
+    /// Whether (source, destination) are proven quiet since.
+    quiet: (bool, bool),
+    peer: Endpoint,
+    since: Timestamp,
 }
 
 struct Early {
@@ -136,7 +157,9 @@ pub struct PrefillShard {
     early_order: VecDeque<(Timestamp, Room)>,
     tombstones: HashMap<Room, (Timestamp, Arc<str>)>,
     tombstone_order: VecDeque<(Timestamp, Room)>,
-    pending_acks: HashMap<Room, SmallVec<[(Endpoint, u64); 1]>>,
+    pending_acks: HashMap<Room, SmallVec<[AckTarget; 1]>>,
+    /// Lives on decode that are over here: nothing that still comes of them is for a later life.
+    spent: Spent,
     peers: Peers<RoomKey>,
     ready_peers: VecDeque<Arc<str>>,
     ops: HashMap<OpId, OpRef>,
@@ -194,6 +217,7 @@ impl PrefillShard {
             tombstones: HashMap::new(),
             tombstone_order: VecDeque::new(),
             pending_acks: HashMap::new(),
+            spent: Spent::default(),
             peers: Peers::new(),
             ready_peers: VecDeque::new(),
             ops: HashMap::new(),
@@ -240,6 +264,12 @@ impl PrefillShard {
         self.timers.len() + self.early_order.len() + self.tombstone_order.len()
     }
 
+    /// Rooms whose last life is remembered, so that what still comes of it is told from the next life's. Bounded by
+    /// [`Limits::max_early_rooms`] and by time.
+    pub fn remembered(&self) -> usize {
+        self.spent.len()
+    }
+
     /// Handle everything that is there.
     pub fn step(
         &mut self,
@@ -275,6 +305,7 @@ impl PrefillShard {
             self.timeouts(now, control);
         }
         self.post_ready(now, control);
+        self.lane.flush();
         let mut at = self.poll_timeout().into_iter().chain(tick).min();
         if !self.ready_peers.is_empty() {
             // A lane that is busy without anything in flight has no news to wake us with.
@@ -293,7 +324,10 @@ impl PrefillShard {
     fn poll_timeout(&self) -> Option<Timestamp> {
         let early = self.early_order.front().map(|e| e.0);
         let tombstone = self.tombstone_order.front().map(|e| e.0);
-        [self.timers.next(), early, tombstone, self.outgoing.poll_timeout()].into_iter().flatten().min()
+        [self.timers.next(), early, tombstone, self.spent.poll_timeout(), self.outgoing.poll_timeout()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn command(&mut self, now: Timestamp, command: PrefillCommand, control: &mut dyn ControlPlane) {
@@ -331,7 +365,8 @@ impl PrefillShard {
             return shared.publish(KvPoll::Failed, true, Some(&failure), None);
         }
         let machine = SenderRoom::new(room, now, self.config.policy.clone());
-        let key = self.rooms.insert(Entry { room: machine, shared, armed: None, reported: false });
+        let entry = Entry { room: machine, shared, armed: None, reported: false, bound: SmallVec::new() };
+        let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);
         self.tombstones.remove(&room);
         if mutant!(ReuseResetsOutstanding) {
@@ -342,6 +377,7 @@ impl PrefillShard {
         self.rearm(key);
         if let Some(early) = self.early.remove(&room) {
             for d in early.destinations {
+                self.bind(key, d.life.map(|life| DecodeLife::new(&d.endpoint, life)));
                 self.drive(now, key, SenderEvent::Destination(d), control);
             }
             if let Some(reason) = early.failed {
@@ -379,6 +415,9 @@ impl PrefillShard {
         }
         if mutant!(ForgetAckTargetsAtClear) {
             self.pending_acks.remove(&shared.room());
+        }
+        for life in self.rooms.get(key).map(|e| e.bound.clone()).unwrap_or_default() {
+            self.spend(now, shared.room(), life);
         }
         self.drive(now, key, SenderEvent::Clear, control);
         if let Some(f) = shared.failure() {

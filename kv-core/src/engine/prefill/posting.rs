@@ -48,7 +48,7 @@ impl PrefillShard {
             let Some(post) = peer.posts.pop_front() else { continue };
             peer.last_used = now;
             self.posted_at = now;
-            match self.try_post(post, id, &pairing) {
+            match self.try_post(now, post, id, &pairing) {
                 Ok(event) => {
                     // Round robin over peers.
                     self.ready_peers.push_back(name);
@@ -75,6 +75,7 @@ impl PrefillShard {
     #[allow(clippy::result_large_err)] // the lane hands the op back whole
     pub(super) fn try_post(
         &mut self,
+        now: Timestamp,
         post: Post<RoomKey>,
         peer: crate::ids::PeerId,
         pairing: &Arc<Pairing>,
@@ -112,10 +113,10 @@ impl PrefillShard {
             Err(_) => {
                 let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
                 self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
-                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: Some((false, false)) });
+                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
+                self.retain(now, id, (false, false));
                 self.stats.transport_panics.inc();
                 self.stats.ops_unresolved.inc();
-                self.stats.ops_retained.inc();
                 return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
             }
         }
@@ -137,7 +138,7 @@ fn make_plan(planner: &mut Planner, pairing: &Pairing, spec: &ChunkSpec, d: &Des
         );
     }
     let mut plan = planner.plan_chunk(pairing, pages.src, pages.dst).map_err(|e| e.to_string())?;
-    if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last, spec.aux_index, d.aux_index) {
+    if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last && d.writes_aux, spec.aux_index, d.aux_index) {
         plan.append(planner.plan_aux(pairing, src_slot, dst_slot).map_err(|e| e.to_string())?);
     }
     Ok(plan)

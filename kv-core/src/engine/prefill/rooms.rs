@@ -42,25 +42,37 @@ impl PrefillShard {
         match outcome.quiet() {
             _ if mutant!(ForgetOpAtError) => drop(self.ops.remove(&op)),
             (true, true) => drop(self.ops.remove(&op)),
-            quiet => {
-                r.retained = Some(quiet);
-                self.stats.ops_retained.inc();
-            }
+            quiet => self.retain(now, op, quiet),
         }
         self.drive(now, key, SenderEvent::Outcome(chunk, dest, outcome), control);
+    }
+
+    /// A write ended without proof: it stays, and is seen to (F5).
+    pub(super) fn retain(&mut self, now: Timestamp, op: OpId, quiet: (bool, bool)) {
+        let Some(r) = self.ops.get_mut(&op) else { return };
+        // A room with a write in flight stays.
+        let peer = self.rooms.get(r.key).and_then(|e| e.room.destinations().get(r.dest)).map(|d| d.endpoint.clone());
+        let peer = peer.unwrap_or_else(|| Endpoint::new("unknown", 0));
+        self.stats.peers.retain(&peer, now, op, r.bytes);
+        self.stats.ops_retained.inc();
+        self.stats.bytes_retained.add(r.bytes);
+        r.retained = Some(Retained { quiet, peer, since: now });
     }
 
     /// Proof may come side by side; an op is let go of when both sides are quiet.
     fn settlement(&mut self, now: Timestamp, op: OpId, settlement: Settlement, control: &mut dyn ControlPlane) {
         let Some(r) = self.ops.get_mut(&op) else { return };
-        let Some((src, dst)) = &mut r.retained else { return };
+        let Some(retained) = &mut r.retained else { return };
         let (s, d) = settlement.quiet();
-        *src |= s;
-        *dst |= d;
-        let (key, chunk, dest, quiet) = (r.key, r.chunk, r.dest, *src && *dst);
-        if quiet {
+        retained.quiet.0 |= s;
+        retained.quiet.1 |= d;
+        let (key, chunk, dest) = (r.key, r.chunk, r.dest);
+        if retained.quiet == (true, true) {
+            let stats = &self.stats;
+            stats.peers.settle(&retained.peer, retained.since, op, r.bytes);
+            stats.ops_retained.set(stats.ops_retained.get().saturating_sub(1));
+            stats.bytes_retained.set(stats.bytes_retained.get().saturating_sub(r.bytes));
             self.ops.remove(&op);
-            self.stats.ops_retained.set(self.stats.ops_retained.get().saturating_sub(1));
         }
         self.drive(now, key, SenderEvent::Settlement(chunk, dest, settlement), control);
     }
@@ -90,7 +102,11 @@ impl PrefillShard {
         for effect in effects.drain(..) {
             match effect {
                 SenderEffect::Post(chunk, dest) => self.queue_post(Post { key, chunk, dest }),
-                SenderEffect::Status(to, status, reason) => self.status(now, room, &to, status, reason, control),
+                SenderEffect::Status(to, status, reason) => self.status(now, room, &to, status, reason, None, control),
+                SenderEffect::StatusOf { to, life, status, reason, tag } => {
+                    let about = Some(About { tag, ..About::life(life.process, life.generation) });
+                    self.status(now, room, &to, status, reason, about, control);
+                }
                 SenderEffect::Changed => changed = true,
                 SenderEffect::Drained => {
                     if self.pending_acks.contains_key(&room) {
@@ -182,6 +198,7 @@ impl PrefillShard {
                 self.expire_early(now, room, control);
             }
         }
+        self.spent.expire(now);
         while self.tombstone_order.front().is_some_and(|(t, _)| *t <= now) {
             let Some((deadline, room)) = self.tombstone_order.pop_front() else { break };
             if self.tombstones.get(&room).is_some_and(|(t, _)| *t == deadline) {
@@ -197,7 +214,7 @@ impl PrefillShard {
         let secs = self.config.early_timeout.as_secs_f64();
         let reason: Arc<str> = format!("prefill made no sender for room {room} within {secs:.1}s").into();
         for d in early.destinations.iter().filter(|d| !d.is_dummy) {
-            self.status(now, room, &d.endpoint.clone(), KvPoll::Failed, Some(reason.clone()), control);
+            self.refuse(now, room, d, reason.clone(), control);
         }
     }
 }

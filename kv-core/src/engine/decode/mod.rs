@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use slotmap::{SlotMap, new_key_type};
 
@@ -9,16 +10,22 @@ use super::outgoing::Outgoing;
 use super::timers::Timers;
 use super::{MalformedLog, NextWake, RoomFreed, RoomShared, Stats};
 use crate::control::{ControlEvent, ControlPlane, Multipart};
-use crate::directory::{Directory, DirectoryEvent, DirectoryRequest, PrefillPeers};
+use crate::directory::{Directory, DirectoryEvent, DirectoryRequest, PrefillPeers, PrefillRecord};
 use crate::hooks::ManagerHooks;
-use crate::ids::Room;
+use crate::ids::{PrefillRank, ProcessGeneration, Room};
 use crate::limits::Limits;
 use crate::mutants::mutant;
 use crate::net::Endpoint;
 use crate::poll::KvPoll;
-use crate::room::{Failure, PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom};
+use crate::room::{Failure, PublishSpec, ReceiverEffect, ReceiverEvent, ReceiverPolicy, ReceiverRoom, geometry};
 use crate::time::Timestamp;
-use crate::wire::{Abort, AbortAck, KvStatus, Metadata, Registration, ToDecode};
+use crate::wire::{
+    Abort, AbortAck, ExtCapabilities, ExtPeer, Extension, KvStatus, MessageKind, Metadata, Registration, ToDecode,
+    WireError,
+};
+
+mod inbound;
+mod proof;
 
 new_key_type! { struct RoomKey; }
 
@@ -67,6 +74,10 @@ pub struct DecodeShardConfig {
     pub freed: RoomFreed,
     /// Our registration as of now.
     pub registration: Arc<dyn Fn() -> Registration + Send + Sync>,
+    /// [`Transport::inbound_dead`](crate::transport::Transport::inbound_dead).
+    pub inbound_dead: Arc<dyn Fn(ProcessGeneration) -> bool + Send + Sync>,
+    /// What we say of ourselves to peers of ours (H4); `None`: to everybody exactly what 0.5.23 says.
+    pub extension: Option<ExtPeer>,
 }
 
 /// What a decode shard holds.
@@ -88,7 +99,11 @@ struct Entry {
     room: ReceiverRoom,
     shared: Arc<RoomShared>,
     bootstrap_addr: String,
+    prefill_dp_rank: Option<u32>,
     armed: Option<Timestamp>,
+    /// When to look for proof that does not come by itself; and when to ask others for it.
+    look_at: Option<Timestamp>,
+    ask_at: Timestamp,
     generation: Option<u64>,
     reported: bool,
 }
@@ -96,12 +111,18 @@ struct Entry {
 /// See the [module](crate::engine).
 pub struct DecodeShard {
     config: DecodeShardConfig,
+    geometry: u64,
     hooks: Arc<dyn ManagerHooks>,
     directory: Box<dyn Directory>,
     rooms: SlotMap<RoomKey, Entry>,
     by_room: HashMap<Room, RoomKey>,
     by_generation: HashMap<u64, RoomKey>,
     resolving: HashMap<u64, RoomKey>,
+    /// Lookups that look for successors of prefill ranks which owe proof; and when each pool was asked for anew.
+    looking: HashMap<u64, RoomKey>,
+    looked: HashMap<String, Timestamp>,
+    /// What the transport said last of each process.
+    dead: HashMap<ProcessGeneration, (Timestamp, bool)>,
     next_token: u64,
     /// Connection-pool keys we registered with.
     registered: HashMap<String, Arc<PrefillPeers>>,
@@ -114,6 +135,20 @@ pub struct DecodeShard {
     malformed: MalformedLog,
     held_back: u32,
     stats: Arc<Stats>,
+}
+
+impl Entry {
+    /// When something is to be done for the room.
+    fn due(&self) -> Option<Timestamp> {
+        self.room.poll_timeout().into_iter().chain(self.look_at).min()
+    }
+}
+
+/// The rank that writes the metadata slot: last PP stage, first CP rank, lowest TP rank of those that write. One, so that
+/// a slot is never written again after it was read.
+fn aux_writer(records: &[PrefillRecord]) -> Option<usize> {
+    let place = |r: &PrefillRecord| (std::cmp::Reverse(r.pp_rank), r.cp_rank, r.tp_rank);
+    records.iter().enumerate().filter(|(_, r)| !r.is_dummy).min_by_key(|(_, r)| place(r)).map(|(i, _)| i)
 }
 
 /// Messages handled in one step.
@@ -129,14 +164,19 @@ impl DecodeShard {
         directory: Box<dyn Directory>,
         stats: Arc<Stats>,
     ) -> Self {
+        let geometry = config.extension.map(|_| geometry(&(config.registration)()));
         Self {
             config,
+            geometry: geometry.unwrap_or_default(),
             hooks,
             directory,
             rooms: SlotMap::with_key(),
             by_room: HashMap::new(),
             by_generation: HashMap::new(),
             resolving: HashMap::new(),
+            looking: HashMap::new(),
+            looked: HashMap::new(),
+            dead: HashMap::new(),
             next_token: 0,
             registered: HashMap::new(),
             generation: 0,
@@ -162,7 +202,7 @@ impl DecodeShard {
             rooms: self.rooms.len(),
             named: self.by_room.len(),
             generations: self.by_generation.len(),
-            resolving: self.resolving.len(),
+            resolving: self.resolving.len() + self.looking.len(),
             registered: self.registered.len(),
         }
     }
@@ -247,10 +287,21 @@ impl DecodeShard {
             let failure = Failure::here(format!("room {room} is in use: its receiver was not cleared"));
             return shared.publish(KvPoll::Failed, true, Some(&failure), None);
         }
-        let machine = ReceiverRoom::new(room, self.config.policy.clone());
-        let addr = bootstrap_addr.clone();
-        let entry =
-            Entry { room: machine, shared, bootstrap_addr: addr, armed: None, generation: None, reported: false };
+        let mut machine = ReceiverRoom::new(room, self.config.policy.clone());
+        if self.config.extension.is_some() {
+            machine = machine.checking_tags(shared.life(), self.geometry);
+        }
+        let entry = Entry {
+            room: machine,
+            shared,
+            bootstrap_addr: bootstrap_addr.clone(),
+            prefill_dp_rank,
+            armed: None,
+            look_at: None,
+            ask_at: Timestamp::default(),
+            generation: None,
+            reported: false,
+        };
         let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);
         self.stats.rooms_created.inc();
@@ -264,6 +315,9 @@ impl DecodeShard {
     fn directory_event(&mut self, now: Timestamp, event: DirectoryEvent, control: &mut dyn ControlPlane) {
         match event {
             DirectoryEvent::Peers { token, result } => {
+                if let Some(key) = self.looking.remove(&token) {
+                    return self.looked_for_successors(now, key, result.ok().as_deref(), control);
+                }
                 let Some(key) = self.resolving.remove(&token) else { return };
                 let result = result.and_then(|peers| {
                     if let Err(reason) = self.register(now, &peers, control) {
@@ -316,7 +370,10 @@ impl DecodeShard {
         let registration = (self.config.registration)();
         let message = self.hooks.build_receiver_registration_message(&registration).map_err(|e| e.to_string())?;
         for record in &peers.records {
-            if !self.outgoing.send(now, control, &record.endpoint, message.clone(), &self.stats) {
+            let message = self
+                .extended(MessageKind::Registration, &message, record, None, None)
+                .map_err(|e| format!("registration cannot be encoded: {e}"))?;
+            if !self.outgoing.send(now, control, &record.endpoint, message, &self.stats) {
                 return Err(format!("registration to prefill {} failed", record.endpoint));
             }
         }
@@ -333,38 +390,27 @@ impl DecodeShard {
         }
     }
 
-    fn message(&mut self, now: Timestamp, frames: &[bytes::Bytes], control: &mut dyn ControlPlane) {
-        self.stats.messages_in.inc();
-        match self.hooks.dialect().parse_to_decode(frames, &self.config.limits) {
-            Ok(ToDecode::Status(status)) => self.status(now, status, control),
-            Ok(ToDecode::AbortAck(ack)) => self.abort_ack(now, &ack, control),
-            // Staging and aux by message are not offered by this rank, so nobody of ours sends these.
-            Ok(_) => self.stats.protocol_violations.inc(),
-            Err(error) => self.malformed.report(&self.stats, &error),
+    /// A message for a peer, with our extension if the peer is ours.
+    fn extended(
+        &self,
+        kind: MessageKind,
+        message: &Multipart,
+        to: &PrefillRecord,
+        life: Option<u64>,
+        aux_writer: Option<bool>,
+    ) -> Result<Multipart, WireError> {
+        let mut message = message.clone();
+        if let (Some(us), Some(peer)) = (self.config.extension, to.ext) {
+            let ext = Extension { to: Some(peer.process), room_generation: life, aux_writer, ..Extension::from(us) };
+            self.hooks.dialect().attach_extension(kind, &mut message, &ext)?;
         }
+        Ok(message)
     }
 
-    fn status(&mut self, now: Timestamp, status: KvStatus, control: &mut dyn ControlPlane) {
-        let room = Room::new(status.room);
-        match room.and_then(|r| self.by_room.get(&r)) {
-            Some(&key) => self.drive(now, key, ReceiverEvent::Status(status), control),
-            None => {
-                self.stats.messages_stale.inc();
-                if let (Some(room), true) = (room, mutant!(LateStatusCreatesRoom)) {
-                    self.by_room.entry(room).or_default();
-                }
-            }
-        }
-    }
-
-    fn abort_ack(&mut self, now: Timestamp, ack: &AbortAck, control: &mut dyn ControlPlane) {
-        let key = self.by_generation.get(&ack.generation).copied();
-        match key.filter(|k| self.rooms.get(*k).is_some_and(|e| e.room.room().get() == ack.room)) {
-            Some(key) => {
-                self.drive(now, key, ReceiverEvent::AbortAck(ack.prefill_rank, ack.generation), control);
-            }
-            None => self.stats.messages_stale.inc(),
-        }
+    fn forget_peers_of(&mut self, key: RoomKey, control: &mut dyn ControlPlane) {
+        let Some(peers) = self.rooms.get(key).and_then(|e| e.room.peers().cloned()) else { return };
+        self.forget(&peers.pool_key, control);
+        self.directory.request(DirectoryRequest::Forget { pool_key: peers.pool_key.clone() });
     }
 
     /// Feed a room one event, and carry out everything that follows from it.
@@ -376,7 +422,7 @@ impl DecodeShard {
             entry.room.handle_event(now, event, &mut self.generation, &mut effects);
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
-            self.after(key);
+            self.after(now, key);
         }
     }
 
@@ -406,13 +452,7 @@ impl DecodeShard {
                         self.released_without_proof(key);
                     }
                 }
-                ReceiverEffect::Forget => {
-                    let peers = self.rooms.get(key).and_then(|e| e.room.peers().cloned());
-                    if let Some(peers) = peers {
-                        self.forget(&peers.pool_key, control);
-                        self.directory.request(DirectoryRequest::Forget { pool_key: peers.pool_key.clone() });
-                    }
-                }
+                ReceiverEffect::Forget => self.forget_peers_of(key, control),
                 ReceiverEffect::Stale => self.stats.messages_stale.inc(),
                 ReceiverEffect::Violation(what) => {
                     self.stats.protocol_violations.inc();
@@ -431,6 +471,10 @@ impl DecodeShard {
         self.stats.released_without_proof.inc();
         let Some(e) = self.rooms.get(key) else { return };
         let ranks: Vec<String> = e.room.unacked().map(|r| r.to_string()).collect();
+        for rank in e.room.unacked() {
+            let record = e.room.peers().and_then(|p| p.records.iter().find(|r| r.rank == rank));
+            record.map(|r| self.stats.peers.released_without_proof(&r.endpoint)).unwrap_or_default();
+        }
         tracing::warn!(
             "room {}: pages released by timeout, without proof: no ABORT_ACK from prefill rank {} of {}",
             e.room.room(),
@@ -462,15 +506,21 @@ impl DecodeShard {
                 format!("Could not fetch prefill parallel info from bootstrap_addr: {}", e.bootstrap_addr),
             );
         };
+        let writer = aux_writer(&peers.records);
         let mut messages: [Option<Multipart>; 2] = [None, None];
         for (i, record) in peers.records.iter().enumerate() {
             let slot = &mut messages[usize::from(record.is_dummy)];
             let message = match slot {
-                Some(m) => m.clone(),
+                Some(m) => m,
                 None => match self.metadata_message(e, peers, spec, record.is_dummy) {
-                    Ok(m) => slot.insert(m).clone(),
+                    Ok(m) => slot.insert(m),
                     Err(error) => return failed(i, error),
                 },
+            };
+            let life = Some(e.shared.life());
+            let message = match self.extended(MessageKind::Metadata, message, record, life, Some(writer == Some(i))) {
+                Ok(m) => m,
+                Err(error) => return failed(i, format!("metadata cannot be encoded: {error}")),
             };
             let sent = match self.outgoing.is_stalled(&record.endpoint) {
                 // The registration may be among what waits.
@@ -508,6 +558,7 @@ impl DecodeShard {
         self.hooks.build_receiver_metadata_message(&metadata).map_err(|e| format!("metadata cannot be encoded: {e}"))
     }
 
+    /// To the contacted ranks that have not acked.
     fn send_abort(
         &mut self,
         now: Timestamp,
@@ -527,21 +578,34 @@ impl DecodeShard {
             Ok(m) => m,
             Err(error) => return tracing::warn!("ABORT of room {} not sent: {error}", e.room.room()),
         };
-        for record in peers.records.iter().take(contacted) {
-            self.outgoing.send(now, control, &record.endpoint, message.clone(), &self.stats);
+        let (life, unacked): (_, Vec<_>) = (Some(e.shared.life()), e.room.unacked().collect());
+        // All of them, the first time.
+        let owes = |r: &&PrefillRecord| generation.is_none() || unacked.contains(&r.rank);
+        for record in peers.records.iter().take(contacted).filter(owes) {
+            match self.extended(MessageKind::Abort, &message, record, life, None) {
+                Ok(m) => {
+                    self.outgoing.send(now, control, &record.endpoint, m, &self.stats);
+                }
+                Err(error) => tracing::warn!("ABORT to {} not sent: {error}", record.endpoint),
+            }
         }
     }
 
     /// Deadlines and the end of a room.
-    fn after(&mut self, key: RoomKey) {
+    fn after(&mut self, now: Timestamp, key: RoomKey) {
         let Some(e) = self.rooms.get_mut(key) else { return };
         if !e.room.finished() {
-            let Some(at) = e.room.poll_timeout() else { return };
+            if e.room.armed_generation().is_none() {
+                e.look_at = None;
+            } else if e.look_at.is_none() {
+                (e.look_at, e.ask_at) = (Some(now + proof::LOOK), now + proof::ASK);
+            }
+            let Some(at) = e.due() else { return };
             if e.armed.is_none_or(|armed| at < armed) {
                 e.armed = Some(at);
                 let rooms = &self.rooms;
                 self.timers.arm(at, key, rooms.len(), |t, k| {
-                    rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.room.poll_timeout().is_some())
+                    rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.due().is_some())
                 });
             }
             return;
@@ -566,7 +630,8 @@ impl DecodeShard {
             }
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
-            self.after(key);
+            self.look_for_proof_if_due(now, key, control);
+            self.after(now, key);
         }
         for endpoint in self.outgoing.handle_timeout(now, control, &self.stats) {
             // It may have been the registration: the next room registers again.
