@@ -197,7 +197,7 @@ impl Report {
         let rows = [
             ("model", self.model.clone()),
             ("transport", self.path.map_or(self.transport.clone(), |p| format!("{} ({p})", self.transport))),
-            ("requests", format!("{} done, {} failed, {} cut to the pool", self.rooms, self.failed, self.clamped)),
+            ("requests", format!("{} done, {} failed, {} cut (clamped)", self.rooms, self.failed, self.clamped)),
             ("prefix cache", format!("{} tokens not sent again", self.prefix_tokens)),
             ("bytes", format!("{} ({:.2} GB)", self.bytes, self.bytes as f64 / 1e9)),
             ("transfer time", format!("{:.3} s", self.seconds)),

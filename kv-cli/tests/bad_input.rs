@@ -164,3 +164,40 @@ fn doctor_tries_same_host_copies_for_real() {
         assert!(named(name), "{name}");
     }
 }
+
+#[test]
+fn a_full_disk_behind_standard_output_is_one_line() {
+    let mut frames = tempfile::NamedTempFile::new().unwrap();
+    writeln!(frames, "[\"35\", \"34\", \"30\"]").unwrap();
+    let frames = frames.path().to_str().unwrap();
+    for args in [
+        &["wire", "decode", "--dialect", "mooncake", "--json", frames][..],
+        &["doctor"],
+        &["doctor", "--json"],
+        &["bootstrap", "--host", "127.0.0.1", "--port", "0"],
+        &["replay", "--json", "--requests", "1", "--max-tokens", "64", "--pool-mib", "32"],
+    ] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let out = Command::new(env!("CARGO_BIN_EXE_kvt")).args(args).env_remove("RUST_LOG").stdout(full).output();
+        let out = out.unwrap();
+        let text = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {text}");
+        let last = text.lines().last().unwrap();
+        assert!(last.starts_with("kvt: cannot write the result to standard output: "), "{args:?}: {text}");
+        assert!(!text.contains("panicked"), "{text}");
+    }
+}
+
+#[test]
+fn numbers_that_leave_nothing_to_do_are_named_with_the_right_advice() {
+    for (args, wanted) in [
+        (["--concurrency", "0"], "--concurrency 0 lets no room run; give 1 or more"),
+        (["--requests", "0"], "--requests 0 leaves nothing to do; give 1 or more"),
+        (["--max-tokens", "0"], "--max-tokens 0 cuts every request to nothing; give 1 or more"),
+        (["--pool-mib", "0"], "give --pool-mib 7 or more"),
+        (["--pool-mib", "1"], "give --pool-mib 7 or more"),
+    ] {
+        let e = error(&[&["replay"], &args[..]].concat());
+        assert!(e.contains(wanted), "{e}");
+    }
+}

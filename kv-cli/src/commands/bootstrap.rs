@@ -5,15 +5,16 @@ use std::process::ExitCode;
 use crate::cli::BootstrapArgs;
 use crate::driver::agreement;
 use crate::error::{CliError, Result};
+use crate::out;
 
 /// Run it.
 pub fn run(args: &BootstrapArgs, json: bool) -> Result<ExitCode> {
     let server = agreement::serve(&args.host, args.port)?;
     let addr = server.local_addr();
     if json {
-        println!("{}", serde_json::json!({ "ok": true, "address": addr.to_string() }));
+        out::line(serde_json::json!({ "ok": true, "address": addr.to_string() }))?;
     } else {
-        println!("bootstrap server on {addr}; end it with Ctrl-C");
+        out::line(format_args!("bootstrap server on {addr}; end it with Ctrl-C"))?;
     }
     wait_for_signal()?;
     server.shutdown();
