@@ -201,3 +201,23 @@ fn numbers_that_leave_nothing_to_do_are_named_with_the_right_advice() {
         assert!(e.contains(wanted), "{e}");
     }
 }
+
+#[test]
+fn a_host_that_is_not_here_and_a_limit_that_is_too_low_get_their_own_advice() {
+    // 203.0.113.0/24 is for documentation: no machine has it.
+    let elsewhere = "give an address of this machine";
+    for (args, wanted) in [
+        (&["bootstrap", "--host", "no.such.invalid"][..], "correct the host's name"),
+        (&["bootstrap", "--host", "203.0.113.7"], elsewhere),
+        (&["replay", "--host", "203.0.113.7", "--pool-mib", "32", "--requests", "1"], elsewhere),
+    ] {
+        let e = error(args);
+        assert!(e.contains(wanted) && !e.contains("another port"), "{e}");
+    }
+    for files in [20, 24] {
+        let script = format!("ulimit -n {files}; exec \"$0\" replay --requests 1 --max-tokens 64 --pool-mib 32");
+        let out = Command::new("sh").args(["-c", &script, env!("CARGO_BIN_EXE_kvt")]).output().unwrap();
+        let text = String::from_utf8(out.stderr).unwrap();
+        assert!(text.lines().last().unwrap().ends_with("raise the limit of open files: ulimit -n 4096"), "{text}");
+    }
+}

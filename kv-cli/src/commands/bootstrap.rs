@@ -23,7 +23,7 @@ pub fn run(args: &BootstrapArgs, json: bool) -> Result<ExitCode> {
 
 /// Block until SIGINT or SIGTERM.
 fn wait_for_signal() -> Result<()> {
-    let fail = |e: std::io::Error| CliError::new(format!("cannot wait for signals: {e}"));
+    let fail = |e: std::io::Error| CliError::new(format!("cannot wait for signals: {e}")).hint_by_cause("");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
     runtime.block_on(async {
         let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).map_err(fail)?;

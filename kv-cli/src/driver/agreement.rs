@@ -83,7 +83,7 @@ struct Board {
 pub fn serve(host: &str, port: u16) -> Result<BootstrapServer> {
     BootstrapServer::bind_with(host, port, BootstrapConfig::default(), routes()).map_err(|e| {
         CliError::new(format!("cannot listen on {}: {}", e.addr, e.source))
-            .hint("choose another port (0 takes a free one), or end the program that has it")
+            .hint_by_cause("choose another port (0 takes a free one), or end the program that has it")
     })
 }
 
