@@ -221,3 +221,68 @@ fn a_host_that_is_not_here_and_a_limit_that_is_too_low_get_their_own_advice() {
         assert!(text.lines().last().unwrap().ends_with("raise the limit of open files: ulimit -n 4096"), "{text}");
     }
 }
+
+/// A `kvt` that goes on in the background; killed when it is dropped.
+struct Running(std::process::Child);
+
+impl Running {
+    fn start(args: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvt"));
+        command.args(args).env_remove("RUST_LOG").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+
+    /// What it says, up to the first line with `text`.
+    fn until(&mut self, text: &str) -> String {
+        let stderr = std::io::BufReader::new(self.0.stderr.as_mut().unwrap());
+        let mut lines = std::io::BufRead::lines(stderr).map(|l| l.unwrap());
+        lines.find(|l| l.contains(text)).unwrap_or_else(|| panic!("it never says '{text}'"))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // One that has ended already needs no killing.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const SMALL: [&str; 6] = ["--pool-mib", "64", "--max-tokens", "256", "--requests", "3"];
+
+#[test]
+fn of_two_decodes_one_is_refused_and_the_other_has_its_run() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let _registry = Running::start(&["bootstrap", "--host", "127.0.0.1", "--port", &port.to_string()]);
+    let decode = [&["decode", "--bootstrap", &at], &SMALL[..]].concat();
+    let outs = std::thread::scope(|scope| {
+        let decodes = [0, 1].map(|_| scope.spawn(|| kvt(&decode)));
+        let prefill = kvt(&[&["prefill", "--bootstrap", &at], &SMALL[..]].concat());
+        assert!(prefill.status.success(), "{}", String::from_utf8_lossy(&prefill.stderr));
+        decodes.map(|d| d.join().unwrap())
+    });
+    let won = outs.iter().filter(|o| o.status.success()).count();
+    let said: Vec<_> = outs.iter().map(|o| String::from_utf8_lossy(&o.stderr)).collect();
+    assert_eq!(won, 1, "{said:?}");
+    let lost = outs.iter().position(|o| o.status.code() == Some(1)).unwrap();
+    let last = said[lost].lines().last().unwrap();
+    // Second, or so late that prefill was through.
+    let wanted = ["kvt: another decode tp0 pp0 has the prefill at", "kvt: no prefill tp0 pp0 came", "kvt: the prefill"];
+    assert!(wanted.iter().any(|w| last.starts_with(w)), "{last}");
+}
+
+#[test]
+fn a_prefill_that_was_killed_leaves_nothing_to_wait_for() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let _registry = Running::start(&["bootstrap", "--host", "127.0.0.1", "--port", &port.to_string()]);
+    let mut prefill = Running::start(&[&["prefill", "--bootstrap", &at], &SMALL[..]].concat());
+    prefill.until("the other side needs the same workload options");
+    // A decode that was refused proves that prefill had stated its workload.
+    let e = error(&[&["decode", "--bootstrap", &at, "--seed", "9"], &SMALL[..]].concat());
+    assert!(e.contains("seed 9 on decode"), "{e}");
+    drop(prefill);
+    let e = error(&[&["decode", "--bootstrap", &at, "--connect-timeout", "1"], &SMALL[..]].concat());
+    assert!(e.contains("has ended: no sign of life") || e.contains("no prefill tp0 pp0 came"), "{e}");
+}
