@@ -172,7 +172,8 @@ pub fn replay(args: &ReplayArgs, json: bool, seed: u64, pattern: PatternArg) -> 
     Shape::check_pair(args.prefill, args.decode)?;
     let workload = Workload::prepare(&args.workload, args.prefill, 2, seed, pattern)?;
     eprintln!(
-        "{} requests of {} in {} waves; pools of {} pages ({} MiB a side)",
+        "{} requests of {} in {} waves (a wave: requests whose pages fit the pools together); pools of {} pages ({} MiB \
+         a side)",
         workload.plan.requests.len(),
         workload.model.name,
         workload.plan.waves.len(),
