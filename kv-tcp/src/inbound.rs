@@ -416,8 +416,9 @@ impl Inbound {
             let mut rest = &data[..n as usize];
             while let Some(piece) = inc.cursor.next(&inc.plan, rest.len() as u64) {
                 let (now, later) = rest.split_at(piece.len as usize);
-                // SAFETY: the plan was authorised against `held`, which keeps the memory mapped; nobody holds
-                // references into registered memory (contract of `MemoryOwner`).
+                // SAFETY: the plan was authorised against `held`, which keeps the memory mapped. Contract of `MemoryOwner`:
+                // nobody holds references into it, and its owner expects others to write it at any time, as another
+                // process does; whoever looks meanwhile does so by means that allow for that.
                 unsafe { sys::write_mem(piece.dst, now) };
                 rest = later;
             }
