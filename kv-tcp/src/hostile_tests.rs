@@ -113,7 +113,7 @@ fn verdict(s: &mut TcpStream) -> Verdict {
 }
 
 /// The next frame; `None` at the end of the stream.
-fn next(s: &mut TcpStream) -> Option<(Kind, Vec<u8>)> {
+pub(crate) fn next(s: &mut TcpStream) -> Option<(Kind, Vec<u8>)> {
     let mut head = [0; HEAD];
     s.read_exact(&mut head).ok()?;
     let (kind, len) = frame::head(&head).unwrap().unwrap();
@@ -377,7 +377,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
     let welcome = |s: &mut TcpStream, verdict| -> Hello {
         let (_, body) = next(s).unwrap();
         let mut out = Vec::new();
-        Welcome { verdict, text: String::new() }.encode(&mut out);
+        Welcome { verdict, text: String::new(), host: Some(host) }.encode(&mut out);
         s.write_all(&out).unwrap();
         Hello::decode(&body).unwrap()
     };
@@ -451,7 +451,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
                 assert_eq!(fence, hello.session.0 == session.0, "a session is never opened again");
                 let mut out = Vec::new();
                 let verdict = if fence { Verdict::Fenced } else { Verdict::Tcp };
-                Welcome { verdict, text: String::new() }.encode(&mut out);
+                Welcome { verdict, text: String::new(), host: (!fence).then_some(host) }.encode(&mut out);
                 s.write_all(&out).unwrap();
                 kept.push(s);
             }

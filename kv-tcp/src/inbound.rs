@@ -242,7 +242,7 @@ impl Inbound {
         let refuse = |verdict, text: &str| {
             stats::add(&inner.counters.handshakes_refused, 1);
             let mut bytes = Vec::new();
-            Welcome { verdict, text: text.to_owned() }.encode(&mut bytes);
+            Welcome { verdict, text: text.to_owned(), host: None }.encode(&mut bytes);
             self.out.send(&bytes);
             Err(End::Done)
         };
@@ -282,7 +282,7 @@ impl Inbound {
         let verdict = if session.direct.is_some() { Verdict::Direct } else { Verdict::Tcp };
         self.role = Role::Member { hold, lane };
         let mut bytes = Vec::new();
-        Welcome { verdict, text }.encode(&mut bytes);
+        Welcome { verdict, text, host: Some(inner.host) }.encode(&mut bytes);
         self.out.send(&bytes);
         Ok(())
     }

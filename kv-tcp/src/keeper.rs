@@ -1,7 +1,8 @@
 //! The keeper: one thread that looks for proof of quiet after a session was lost, and for peers whose kernel is gone.
 //!
 //! Proof is one of: the process's exit, seen through its pidfd; the target's own word that the session is fenced; a
-//! successor of the process at the same endpoint of the same host; the target's goodbye. Silence is no proof.
+//! successor that answered at the same endpoint of the same host, when that host is not ours; the target's goodbye.
+//! Silence is no proof, and no claim in a registration is.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};

@@ -154,6 +154,13 @@ pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     own(libc::c_int::try_from(fd).unwrap_or(-1))
 }
 
+/// Whether any process has this number now.
+pub(crate) fn pid_exists(pid: u32) -> bool {
+    let Ok(pid) = libc::pid_t::try_from(pid) else { return false };
+    // SAFETY: no pointers; signal 0 is none.
+    pid > 0 && (unsafe { libc::kill(pid, 0) } == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH))
+}
+
 /// Whether the process of a pidfd has exited.
 pub(crate) fn pidfd_exited(fd: &OwnedFd) -> bool {
     let mut p = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
