@@ -15,6 +15,7 @@ use proptest::prelude::*;
 use crate::blob::{Blob, Key, RemoteRegion};
 use crate::frame::{self, HEAD, Hello, Kind, OpHead, Purpose, Status, Verdict, Welcome};
 use crate::host::HostIdentity;
+use crate::inbound::PANICS;
 use crate::plan::Plan;
 use crate::{HostArena, TcpConfig, TcpTransport};
 
@@ -355,6 +356,34 @@ fn cat_f61_bad_frames_end_their_connection_only() {
     t.untouched();
     assert!(t.transport.stats().frames_malformed >= 6);
     t.still_serves();
+}
+
+/// Catalogue F62: with one worker for everybody, a fault in the handling of one peer is that peer's alone.
+#[test]
+fn cat_f62_a_panic_in_one_connections_handler_ends_that_connection_only() {
+    let t = target(TcpConfig { workers: 1, ..TcpConfig::loopback() });
+    let r = t.blob.regions[0];
+    let mut bystander = t.join(Purpose::Open { lane: 0 }, Key([7; 16]));
+    for n in 1..=3u8 {
+        let mut bytes = Vec::new();
+        Hello { source: PANICS.into(), ..t.hello(Purpose::Open { lane: 0 }, Key([n; 16])) }.encode(&mut bytes);
+        let mut s = t.dial(&bytes);
+        assert_eq!(verdict(&mut s), Verdict::Tcp);
+        s.write_all(&write_frame(&r, r.addr, 100, Kind::Write)).unwrap();
+        assert!(next(&mut s).is_none(), "the connection ends");
+        t.untouched();
+        // Its session is quiet: the fence is answered.
+        let mut fence = Vec::new();
+        t.hello(Purpose::Fence, Key([n; 16])).encode(&mut fence);
+        assert_eq!(verdict(&mut t.dial(&fence)), Verdict::Fenced);
+        t.still_serves();
+    }
+    let stats = t.transport.stats();
+    assert_eq!(stats.panics, 3);
+    let mut bytes = write_frame(&r, r.addr, 100, Kind::Write);
+    bytes.extend_from_slice(&[1; 100]);
+    bystander.write_all(&bytes).unwrap();
+    assert_eq!(frame::ack(&next(&mut bystander).unwrap().1).unwrap().1, Status::Done);
 }
 
 /// A target in another container, by hand: it takes the session, then its host is gone without a word. No proof comes,

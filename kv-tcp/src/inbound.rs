@@ -223,6 +223,8 @@ impl Inbound {
             return Err(Malformed("frame too long").into());
         }
         let Some(body) = data.get(HEAD..HEAD + len) else { return Ok(0) };
+        #[cfg(test)]
+        assert!(kind != Kind::Write || self.peer_name() != PANICS, "a fault for a test");
         match (&self.role, kind) {
             (Role::Stranger, Kind::Hello) => self.hello(cx, body)?,
             (Role::Member { lane: Some(_), .. }, Kind::Pull) => self.pull(cx, body)?,
@@ -509,6 +511,10 @@ impl Inbound {
         Ok(())
     }
 }
+
+/// A source of this name makes the handler of its writes panic.
+#[cfg(test)]
+pub(crate) const PANICS: &str = "makes its handler panic";
 
 const GONE: &str = "the region is not registered any more";
 

@@ -18,6 +18,7 @@ use crate::blob::{Blob, Key, RemoteRegion};
 use crate::frame::{Verdict, Welcome};
 use crate::host::HostIdentity;
 use crate::hostile_tests::next;
+use crate::inbound::PANICS;
 use crate::{HostArena, TcpConfig, TcpTransport};
 
 /// On this boot (so that its loopback address is called), but with pid numbers that mean nothing here.
@@ -153,6 +154,32 @@ fn cat_f54_a_claim_in_a_registration_settles_nothing_and_an_answer_does() {
     drop(kept);
 }
 
+/// Catalogue F62, the keeper: a fault in the search for one peer's proof leaves that one unproven, and others get theirs.
+#[test]
+fn cat_f62_a_panic_over_one_lost_peer_leaves_the_keeper_to_the_others() {
+    let mut p = Source::new();
+    let (l, at) = listener();
+    let (bad, cut) = p.meet(&blob(PANICS, far(1), at), &l, far(1));
+    let bad = bad.unwrap();
+    drop(cut);
+    p.until(1);
+    assert!(matches!(p.news[0], LaneEvent::PeerLost(id, _) if id == bad), "{:?}", p.news);
+    let (l2, at2) = listener();
+    let (good, cut) = p.meet(&blob("good", far(2), at2), &l2, far(2));
+    p.write(good.unwrap());
+    drop(cut);
+    p.until(3);
+    let mut fence = l2.accept().unwrap().0;
+    next(&mut fence).unwrap();
+    let mut out = Vec::new();
+    Welcome { verdict: Verdict::Fenced, text: String::new(), host: None }.encode(&mut out);
+    fence.write_all(&out).unwrap();
+    p.until(4);
+    let quiet = Settlement::Settled { src_quiet: true, dst_quiet: true };
+    assert_eq!(p.news[3], LaneEvent::Settlement(OpId(1), quiet));
+    assert!(p.transport.stats().panics > 0);
+}
+
 /// The old process is seen to run: then not even its successor's answer settles what it may still write.
 #[test]
 fn cat_f54_a_process_that_runs_on_this_host_is_not_dead_because_it_has_a_successor() {
@@ -161,14 +188,14 @@ fn cat_f54_a_process_that_runs_on_this_host_is_not_dead_because_it_has_a_success
     let me = HostIdentity::local();
     let (old, _kept) = p.meet(&blob("old", me, at), &l, me);
     p.write(old.unwrap());
-    let next = HostIdentity { pid: me.pid + 1, ..me };
+    let other = HostIdentity { pid: me.pid + 1, ..me };
     let (l2, at2) = listener();
-    let (met, _s) = p.meet(&blob("new", next, at2), &l2, next);
+    let (met, _s) = p.meet(&blob("new", other, at2), &l2, other);
     met.unwrap();
     p.until(2);
     // The keeper has taken up the old session, and with it whatever was said before: it calls for a fence.
     let mut fence = l.accept().unwrap().0;
-    super::hostile_tests::next(&mut fence).unwrap();
+    next(&mut fence).unwrap();
     p.lane.poll(&mut p.news);
     assert!(matches!(p.news[..], [LaneEvent::PeerLost(..), LaneEvent::Outcome(..)]), "{:?}", p.news);
     let mut out = Vec::new();
