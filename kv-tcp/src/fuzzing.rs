@@ -108,7 +108,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
     use crate::blob::RemoteRegion;
     use crate::frame::{Purpose, Status, Verdict};
     use crate::host::HostIdentity;
-    use kv_core::ids::RegionId;
+    use kv_core::ids::{ProcessGeneration, RegionId};
     use kv_core::memory::RegisteredRegion;
     use kv_core::plan::{EntryPair, PlanGroup, Run, WritePlan};
 
@@ -126,6 +126,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
             admission: Key([3; 16]),
             session: Key([4; 16]),
             source: "p-1".into(),
+            process: ProcessGeneration(6),
             host,
             direct: true,
             nonce_addr: 77,

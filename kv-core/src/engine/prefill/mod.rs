@@ -163,6 +163,8 @@ pub struct PrefillShard {
     peers: Peers<RoomKey>,
     ready_peers: VecDeque<Arc<str>>,
     ops: HashMap<OpId, OpRef>,
+    /// How many of them ended without proof: they are held, and take no place of writes in flight.
+    ops_retained: usize,
     next_op: u64,
     posted_at: Timestamp,
     timers: Timers<RoomKey>,
@@ -221,6 +223,7 @@ impl PrefillShard {
             peers: Peers::new(),
             ready_peers: VecDeque::new(),
             ops: HashMap::new(),
+            ops_retained: 0,
             next_op: 0,
             posted_at: Timestamp::default(),
             timers: Timers::new(),
@@ -307,7 +310,7 @@ impl PrefillShard {
         self.post_ready(now, control);
         self.lane.flush();
         let mut at = self.poll_timeout().into_iter().chain(tick).min();
-        if !self.ready_peers.is_empty() {
+        if !self.ready_peers.is_empty() && !self.is_full() {
             // A lane that is busy without anything in flight has no news to wake us with.
             at = at.into_iter().chain([now + BUSY_RETRY]).min();
         }

@@ -56,6 +56,7 @@ impl PrefillShard {
         self.stats.peers.retain(&peer, now, op, r.bytes);
         self.stats.ops_retained.inc();
         self.stats.bytes_retained.add(r.bytes);
+        self.ops_retained += usize::from(r.retained.is_none());
         r.retained = Some(Retained { quiet, peer, since: now });
     }
 
@@ -73,6 +74,7 @@ impl PrefillShard {
             stats.ops_retained.set(stats.ops_retained.get().saturating_sub(1));
             stats.bytes_retained.set(stats.bytes_retained.get().saturating_sub(r.bytes));
             self.ops.remove(&op);
+            self.ops_retained -= 1;
         }
         self.drive(now, key, SenderEvent::Settlement(chunk, dest, settlement), control);
     }
