@@ -3,9 +3,11 @@
 use bytes::Bytes;
 use kv_core::control::Multipart;
 use kv_core::hooks::TCP_GUARD;
+use kv_core::ids::ProcessGeneration;
 use kv_core::limits::Limits;
+use kv_core::wire::ext::{ExtPeer, Extension, MessageKind, RoomTag};
 use kv_core::wire::message::*;
-use kv_core::wire::{Dialect, Extension, MessageKind, MooncakeDialect, MoriDialect, NixlDialect, describe};
+use kv_core::wire::{Dialect, MooncakeDialect, MoriDialect, NixlDialect, describe};
 use kv_testkit::vectors;
 
 use crate::input::{Input, put_frames};
@@ -36,12 +38,12 @@ pub const WORDS: &[&[u8]] = &[
     b"VRAM",
     b"DRAM",
     b"true",
-    // An extension: who speaks, then a life, a tag, and a field that nobody knows.
-    b"\0KVX1",
-    b"\0KVX1\x01\x07\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
-    b"\x02\x08\x09\0\0\0\0\0\0\0",
-    b"\x03\x15\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\x02\0\0\0\x01",
-    b"\x63\x02ab",
+    b"\0KVX1\x01",
+    b"\x01\x10",
+    b"\x02\x08",
+    b"\x03\x15",
+    b"\x04\x01\x01",
+    b"\x05\0",
 ];
 
 /// Bounds that small inputs reach.
@@ -80,33 +82,81 @@ fn run(dialect: &dyn Dialect, data: &[u8]) {
     let frames = input.frames();
     let prefill = dialect.parse_to_prefill(&frames, &limits);
     let decode = dialect.parse_to_decode(&frames, &limits);
-    assert!(prefill.is_err() || decode.is_err(), "one message, two directions: {prefill:?} and {decode:?}");
     let text = describe(dialect, &frames);
     assert!(text.ends_with('\n') && text.len() < 4096 + 2048 * (1 + frames.len()), "{} bytes of text", text.len());
-    extension(dialect, &frames, prefill.as_ref().ok().map(ToPrefill::kind));
-    extension(dialect, &frames, decode.as_ref().ok().map(ToDecode::kind));
+    for kind in KINDS {
+        if let Ok(Some(extension)) = dialect.extension(kind, &frames) {
+            assert_eq!(Extension::parse(&extension.encode()), Ok(Some(extension)), "H4");
+        }
+    }
     if let Ok(message) = prefill {
         within(&message, &limits);
         survives(&message, |m| to_prefill(dialect, m), |f| dialect.parse_to_prefill(f, &Limits::default()));
+        let sent = to_prefill(dialect, &message);
+        extended(dialect, kind_to_prefill(&message), sent, |f| dialect.parse_to_prefill(f, &Limits::default()));
     }
     if let Ok(message) = decode {
         survives(&message, |m| to_decode(dialect, m), |f| dialect.parse_to_decode(f, &Limits::default()));
+        let sent = to_decode(dialect, &message);
+        extended(dialect, kind_to_decode(&message), sent, |f| dialect.parse_to_decode(f, &Limits::default()));
     }
 }
 
-/// What stands behind a message, and in any frame, is an extension, an error or nothing; an extension survives.
-fn extension(dialect: &dyn Dialect, frames: &[Bytes], kind: Option<MessageKind>) {
-    for frame in frames {
-        if let Ok(Some(ext)) = Extension::parse(frame) {
-            assert_eq!(Extension::parse(&ext.encode()), Ok(Some(ext)));
-        }
+const KINDS: [MessageKind; 11] = [
+    MessageKind::Registration,
+    MessageKind::Metadata,
+    MessageKind::Status,
+    MessageKind::ChunkReady,
+    MessageKind::StagingReq,
+    MessageKind::StagingRsp,
+    MessageKind::Watermark,
+    MessageKind::Abort,
+    MessageKind::AbortAck,
+    MessageKind::AuxData,
+    MessageKind::Bootstrap,
+];
+
+fn extension() -> Extension {
+    let peer = ExtPeer::new(ProcessGeneration(7));
+    let tag = RoomTag { head: 1, pages: 2, count: 3, wrote_aux: true };
+    Extension { to: Some(ProcessGeneration(8)), room_generation: Some(9), tag: Some(tag), ..Extension::from(peer) }
+}
+
+/// An extension behind a message changes nothing for whoever does not know it, and is read by whoever does (H4).
+fn extended<M: std::fmt::Debug + PartialEq>(
+    dialect: &dyn Dialect,
+    kind: MessageKind,
+    sent: Result<Multipart, WireError>,
+    parse: impl Fn(&[Bytes]) -> Result<M, WireError>,
+) {
+    let Ok(plain) = sent else { return };
+    let mut with = plain.clone();
+    dialect.attach_extension(kind, &mut with, &extension()).expect("a message of ours takes an extension");
+    assert_eq!(dialect.extension(kind, &with), Ok(Some(extension())), "{with:?}");
+    assert_eq!(parse(&with), parse(&plain), "{with:?}");
+}
+
+fn kind_to_prefill(message: &ToPrefill) -> MessageKind {
+    match message {
+        ToPrefill::Registration(_) => MessageKind::Registration,
+        ToPrefill::Metadata(_) => MessageKind::Metadata,
+        ToPrefill::Abort(_) => MessageKind::Abort,
+        ToPrefill::StagingRsp(_) => MessageKind::StagingRsp,
+        ToPrefill::Watermark(_) => MessageKind::Watermark,
+        ToPrefill::Bootstrap(_) => MessageKind::Bootstrap,
+        other => panic!("a message that this target does not know: {other:?}"),
     }
-    let Some(kind) = kind else { return };
-    let Ok(Some(ext)) = dialect.extension(kind, frames) else { return };
-    let full = dialect.frames(kind);
-    let mut again: Multipart = frames[..full].iter().cloned().collect();
-    assert_eq!(dialect.attach_extension(kind, &mut again, &ext), Ok(()));
-    assert_eq!(dialect.extension(kind, &again), Ok(Some(ext)));
+}
+
+fn kind_to_decode(message: &ToDecode) -> MessageKind {
+    match message {
+        ToDecode::Status(_) => MessageKind::Status,
+        ToDecode::ChunkReady(_) => MessageKind::ChunkReady,
+        ToDecode::StagingReq(_) => MessageKind::StagingReq,
+        ToDecode::AbortAck(_) => MessageKind::AbortAck,
+        ToDecode::AuxData(_) => MessageKind::AuxData,
+        other => panic!("a message that this target does not know: {other:?}"),
+    }
 }
 
 /// What we would send for a message that we took is taken again, and is sent alike from then on.
@@ -176,7 +226,28 @@ pub fn seeds(file: &str) -> Vec<Vec<u8>> {
         let records: Vec<_> = file.records().filter(|r| r.has("frames")).collect();
         records.into_iter().map(|r| r.frames("frames")).collect::<Vec<_>>()
     });
-    messages.map(|frames| seed(&frames)).collect()
+    let messages: Vec<Vec<Bytes>> = messages.collect();
+    // The same with an extension, where ours would put it.
+    let dialect: &dyn Dialect = match file {
+        "zmq_mooncake" => &MooncakeDialect,
+        "zmq_mori" => &MoriDialect,
+        _ => &const { NixlDialect::new() },
+    };
+    let extended = messages.iter().step_by(4).filter_map(|frames| {
+        let kind = match (
+            dialect.parse_to_prefill(frames, &Limits::default()),
+            dialect.parse_to_decode(frames, &Limits::default()),
+        ) {
+            (Ok(message), _) => kind_to_prefill(&message),
+            (_, Ok(message)) => kind_to_decode(&message),
+            _ => return None,
+        };
+        let mut with = frames.iter().cloned().collect();
+        dialect.attach_extension(kind, &mut with, &extension()).ok()?;
+        Some(seed(&with))
+    });
+    let extended: Vec<_> = extended.collect();
+    messages.iter().map(|frames| seed(frames)).chain(extended).collect()
 }
 
 /// NIXL's, behind the guard of the embedded transport.

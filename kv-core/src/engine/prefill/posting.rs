@@ -34,11 +34,17 @@ impl PrefillShard {
         }
     }
 
+    /// As many writes are in flight as may be. Those that are retained may stay for ever: they must not take the place
+    /// of others (F2).
+    pub(super) fn is_full(&self) -> bool {
+        self.in_flight.len() >= self.config.limits.max_ops_in_flight
+    }
+
     /// Post what waits, peer by peer: a peer that is busy or still connecting does not hold up the others.
     pub(super) fn post_ready(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
         let mut busy = Vec::new();
         while let Some(name) = self.ready_peers.pop_front() {
-            if self.in_flight.len() >= self.config.limits.max_ops_in_flight {
+            if self.is_full() {
                 busy.push(name);
                 break;
             }
