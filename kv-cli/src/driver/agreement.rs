@@ -16,7 +16,7 @@
 //! | `/kvt/workload/decode/RANK` | PUT | claim the prefill; 409 when another decode has it, 410 when it is gone |
 //! | both | GET | 200 what was stated, 204 nothing yet |
 //!
-//! Bodies are [`Record`]s as JSON; POST and DELETE carry the owner alone.
+//! Bodies are `Record`s as JSON; POST and DELETE carry the owner alone.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher as _, RandomState};
@@ -45,7 +45,7 @@ const HTTP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Between two looks, and between two of prefill's signs of life.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// A prefill that states something gets this long to show that it lives, should the caller's patience be shorter.
-const PROOF: Duration = Duration::from_secs(5);
+const PROOF: Duration = Duration::from_secs(2);
 /// A prefill that gives no sign of life for this long is taken for dead.
 const LEASE: Duration = Duration::from_secs(30);
 /// Most ranks of one side.
@@ -337,6 +337,10 @@ impl Agreed {
     /// # Errors
     /// No thread.
     pub fn watch(self, lost: impl FnOnce(CliError) + Send + 'static) -> Result<()> {
+        self.watch_for(LEASE, lost)
+    }
+
+    fn watch_for(self, lease: Duration, lost: impl FnOnce(CliError) + Send + 'static) -> Result<()> {
         let Some((at, rank, mut last)) = self.0 else { return Ok(()) };
         spawn(move || {
             let mut since = Instant::now();
@@ -346,8 +350,8 @@ impl Agreed {
                     Ok(Ok(Some(now))) if now.owner == last.owner => {
                         if now.beats != last.beats {
                             (last, since) = (now, Instant::now());
-                        } else if since.elapsed() >= LEASE {
-                            let what = format!("prefill {rank} gave no sign of life for {LEASE:?}: it has ended");
+                        } else if since.elapsed() >= lease {
+                            let what = format!("prefill {rank} gave no sign of life for {lease:?}: it has ended");
                             return lost(CliError::new(what).hint("its own message says why; start both sides again"));
                         }
                     }
@@ -503,6 +507,25 @@ mod tests {
         http(&at, "PUT", Role::Prefill, RANK, &text(&dead).unwrap()).unwrap();
         let e = heard.recv_timeout(PATIENCE).unwrap();
         assert!(e.what.contains("another prefill tp0 pp0 took this one's place"), "{e}");
+    }
+
+    #[test]
+    fn a_prefill_that_dies_after_the_claim_is_heard_of_and_one_that_ends_in_order_is_not() {
+        let server = bind("127.0.0.1", 0).unwrap();
+        let at = server.local_addr().to_string();
+        let watch = |record: Record| {
+            let (tx, heard) = channel();
+            let agreed = Agreed(Some((at.clone(), RANK, record)));
+            agreed.watch_for(Duration::ZERO, move |e| drop(tx.send(e))).unwrap();
+            heard
+        };
+        let dead = Record { owner: "dead".into(), of: String::new(), beats: 0, stated: stated(4) };
+        http(&at, "PUT", Role::Prefill, RANK, &text(&dead).unwrap()).unwrap();
+        let e = watch(dead.clone()).recv_timeout(PATIENCE).unwrap();
+        assert!(e.what.contains("prefill tp0 pp0 gave no sign of life"), "{e}");
+        http(&at, "DELETE", Role::Prefill, RANK, "dead").unwrap();
+        // The watch ends without a word, which closes its end of the channel.
+        assert_eq!(watch(dead).recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected));
     }
 
     #[test]
