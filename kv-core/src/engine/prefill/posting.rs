@@ -34,10 +34,9 @@ impl PrefillShard {
         }
     }
 
-    /// As many writes are in flight as may be. Those that are retained may stay for ever: they must not take the place
-    /// of others (F2).
+    /// As many writes are in flight as may be: the next completion wakes the shard.
     pub(super) fn is_full(&self) -> bool {
-        self.ops.len() - self.ops_retained >= self.config.limits.max_ops_in_flight
+        self.in_flight.len() >= self.config.limits.max_ops_in_flight
     }
 
     /// Post what waits, peer by peer: a peer that is busy or still connecting does not hold up the others.
@@ -51,10 +50,14 @@ impl PrefillShard {
             let Some(peer) = self.peers.get_mut(&name) else { continue };
             let (Link::Ready(id), Some(pairing)) = (&peer.link, peer.pairing.clone()) else { continue };
             let id = *id;
+            if peer.in_flight >= self.config.limits.max_ops_per_peer {
+                busy.push(name);
+                continue;
+            }
             let Some(post) = peer.posts.pop_front() else { continue };
             peer.last_used = now;
             self.posted_at = now;
-            match self.try_post(now, post, id, &pairing) {
+            match self.try_post(now, post, &name, id, &pairing) {
                 Ok(event) => {
                     // Round robin over peers.
                     self.ready_peers.push_back(name);
@@ -83,6 +86,7 @@ impl PrefillShard {
         &mut self,
         now: Timestamp,
         post: Post<RoomKey>,
+        name: &Arc<str>,
         peer: crate::ids::PeerId,
         pairing: &Arc<Pairing>,
     ) -> Result<Option<SenderEvent>, PostError> {
@@ -119,15 +123,17 @@ impl PrefillShard {
             Err(_) => {
                 let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
                 self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
-                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
-                self.retain(now, id, (false, false));
+                self.retain(now, id, OpRef { key, chunk, dest, bytes, name: name.clone() }, (false, false));
                 self.stats.transport_panics.inc();
                 self.stats.ops_unresolved.inc();
                 return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
             }
         }
         self.stats.ops_posted.inc();
-        self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
+        self.in_flight.insert(id, OpRef { key, chunk, dest, bytes, name: name.clone() });
+        if let Some(p) = self.peers.get_mut(name) {
+            p.in_flight += 1;
+        }
         Ok(Some(SenderEvent::Posted(chunk, dest, id)))
     }
 }
