@@ -9,6 +9,7 @@ pub mod error;
 pub mod hf_config;
 pub mod memory;
 pub mod model;
+pub mod out;
 pub mod pattern;
 pub mod plan_requests;
 pub mod pool;

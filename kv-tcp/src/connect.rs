@@ -30,16 +30,11 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
     // The same generation again: it may have registered more. (Identity is the generation, not the address.)
     for peer in inner.all_peers() {
         if peer.name == blob.name && peer.live() && !peer.closing.load(Ordering::Acquire) {
+            if !peer.admission.matches(&blob.admission) || peer.host != blob.host {
+                return Err(bad(&"a connected peer has that name, and this is not its metadata"));
+            }
             peer.set_regions(blob.regions);
             return Ok(peer.id);
-        }
-        // Another generation at its endpoint: the old one goes before the new one comes.
-        if peer.endpoint == descriptor.endpoint && peer.name != blob.name {
-            let text = format!("{} at {} was succeeded by {}", peer.name, peer.endpoint, blob.name);
-            peer.lose(inner, TransportError::new(ErrorKind::PeerLost, text));
-            if peer.host.succeeded_by(&blob.host) {
-                inner.keeper.post(Task::Proven(peer, Settlement::PeerGenerationDead));
-            }
         }
     }
     inner.keeper.post(Task::Retry(blob.name.clone()));
@@ -49,6 +44,10 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
     let first = lanes.first().map_or(NO_LANE, |l| l.index);
     let (sock, address, welcome) = open(inner, &blob, &session, first)?;
     let sock = Arc::new(sock);
+    if welcome.host != Some(blob.host) {
+        return Err(bad(&format!("at {address}, another process answers than its metadata describes")));
+    }
+    succeed(inner, descriptor, &blob, address);
 
     let direct = match welcome.verdict {
         Verdict::Direct => Ok(()),
@@ -128,6 +127,26 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
     drop(tie);
     tracing::debug!(peer = peer.name, %address, direct = ?peer.direct, "connected");
     Ok(peer.id)
+}
+
+/// Another generation at a peer's endpoint takes its place: the old one goes before the new one comes.
+///
+/// Metadata comes with a registration that anybody can send, so it proves nothing. What counts here was answered: the
+/// successor was called, by the address where the old one was, and said with its own name which process on which boot
+/// it is. Nothing of a peer is touched otherwise. Where we can see the old process ourselves, not even that proves its
+/// death: its pidfd does, or the fence.
+fn succeed(inner: &Arc<Inner>, descriptor: &PeerDescriptor, new: &Blob, address: SocketAddr) {
+    for old in inner.all_peers() {
+        let place = old.endpoint == descriptor.endpoint && old.address.ip() == address.ip();
+        if old.name == new.name || !place || !old.host.succeeded_by(&new.host) {
+            continue;
+        }
+        let text = format!("{} at {} was succeeded by {}", old.name, old.endpoint, new.name);
+        old.lose(inner, TransportError::new(ErrorKind::PeerLost, text));
+        if old.host.gone(&inner.host) != Some(false) {
+            inner.keeper.post(Task::Proven(old, Settlement::PeerGenerationDead));
+        }
+    }
 }
 
 /// A connection of one more lane to a peer.

@@ -137,7 +137,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
     let verdicts =
         [Verdict::Direct, Verdict::Tcp, Verdict::NotMe, Verdict::Denied, Verdict::NoSession, Verdict::Fenced];
     for verdict in verdicts {
-        Welcome { verdict, text: "why".into() }.encode(&mut stream);
+        Welcome { verdict, text: "why".into(), host: Some(host) }.encode(&mut stream);
     }
     for status in [Status::Done, Status::Refused, Status::Failed] {
         frame::put_ack(&mut stream, 5, status, "because");

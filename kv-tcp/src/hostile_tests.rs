@@ -15,6 +15,7 @@ use proptest::prelude::*;
 use crate::blob::{Blob, Key, RemoteRegion};
 use crate::frame::{self, HEAD, Hello, Kind, OpHead, Purpose, Status, Verdict, Welcome};
 use crate::host::HostIdentity;
+use crate::inbound::PANICS;
 use crate::plan::Plan;
 use crate::{HostArena, TcpConfig, TcpTransport};
 
@@ -114,7 +115,7 @@ fn verdict(s: &mut TcpStream) -> Verdict {
 }
 
 /// The next frame; `None` at the end of the stream.
-fn next(s: &mut TcpStream) -> Option<(Kind, Vec<u8>)> {
+pub(crate) fn next(s: &mut TcpStream) -> Option<(Kind, Vec<u8>)> {
     let mut head = [0; HEAD];
     s.read_exact(&mut head).ok()?;
     let (kind, len) = frame::head(&head).unwrap().unwrap();
@@ -358,6 +359,34 @@ fn cat_f61_bad_frames_end_their_connection_only() {
     t.still_serves();
 }
 
+/// Catalogue F62: with one worker for everybody, a fault in the handling of one peer is that peer's alone.
+#[test]
+fn cat_f62_a_panic_in_one_connections_handler_ends_that_connection_only() {
+    let t = target(TcpConfig { workers: 1, ..TcpConfig::loopback() });
+    let r = t.blob.regions[0];
+    let mut bystander = t.join(Purpose::Open { lane: 0 }, Key([7; 16]));
+    for n in 1..=3u8 {
+        let mut bytes = Vec::new();
+        Hello { source: PANICS.into(), ..t.hello(Purpose::Open { lane: 0 }, Key([n; 16])) }.encode(&mut bytes);
+        let mut s = t.dial(&bytes);
+        assert_eq!(verdict(&mut s), Verdict::Tcp);
+        s.write_all(&write_frame(&r, r.addr, 100, Kind::Write)).unwrap();
+        assert!(next(&mut s).is_none(), "the connection ends");
+        t.untouched();
+        // Its session is quiet: the fence is answered.
+        let mut fence = Vec::new();
+        t.hello(Purpose::Fence, Key([n; 16])).encode(&mut fence);
+        assert_eq!(verdict(&mut t.dial(&fence)), Verdict::Fenced);
+        t.still_serves();
+    }
+    let stats = t.transport.stats();
+    assert_eq!(stats.panics, 3);
+    let mut bytes = write_frame(&r, r.addr, 100, Kind::Write);
+    bytes.extend_from_slice(&[1; 100]);
+    bystander.write_all(&bytes).unwrap();
+    assert_eq!(frame::ack(&next(&mut bystander).unwrap().1).unwrap().1, Status::Done);
+}
+
 /// A target in another container, by hand: it takes the session, then its host is gone without a word. No proof comes,
 /// attempts end (catalogue F53), the source's memory is free at once; and when it is back and connected again, the old
 /// session is fenced first.
@@ -378,7 +407,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
     let welcome = |s: &mut TcpStream, verdict| -> Hello {
         let (_, body) = next(s).unwrap();
         let mut out = Vec::new();
-        Welcome { verdict, text: String::new() }.encode(&mut out);
+        Welcome { verdict, text: String::new(), host: Some(host) }.encode(&mut out);
         s.write_all(&out).unwrap();
         Hello::decode(&body).unwrap()
     };
@@ -452,7 +481,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
                 assert_eq!(fence, hello.session.0 == session.0, "a session is never opened again");
                 let mut out = Vec::new();
                 let verdict = if fence { Verdict::Fenced } else { Verdict::Tcp };
-                Welcome { verdict, text: String::new() }.encode(&mut out);
+                Welcome { verdict, text: String::new(), host: (!fence).then_some(host) }.encode(&mut out);
                 s.write_all(&out).unwrap();
                 kept.push(s);
             }

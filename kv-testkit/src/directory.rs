@@ -28,7 +28,8 @@ struct Inner {
     requests: Vec<DirectoryRequest>,
     pending: Vec<(Timestamp, DirectoryEvent)>,
     fetches: u64,
-    cached: BTreeMap<String, u64>,
+    cached: BTreeMap<String, (u64, Arc<PrefillPeers>)>,
+    keeps: bool,
 }
 
 /// The directory and the test's hand on it: clone it, give one clone to the engine.
@@ -49,6 +50,7 @@ impl FakeDirectory {
             pending: Vec::new(),
             fetches: 0,
             cached: BTreeMap::new(),
+            keeps: false,
         })))
     }
 
@@ -64,6 +66,12 @@ impl FakeDirectory {
     /// Requests for `bootstrap_addr` get this answer `delay` after they were made.
     pub fn answer_after(&self, bootstrap_addr: &str, delay: Duration, answer: Answer) {
         self.lock().answers.insert(bootstrap_addr.into(), (delay, answer));
+    }
+
+    /// From now on, an answer that was fetched is given again until it is forgotten, as the real directory does, whatever
+    /// [`answer`](Self::answer) says meanwhile.
+    pub fn keep_answers(&self) {
+        self.lock().keeps = true;
     }
 
     /// Serve the ranks of `shape` under its own address.
@@ -129,9 +137,10 @@ impl Directory for FakeDirectory {
                         if !inner.cached.contains_key(&bootstrap_addr) {
                             inner.fetches += 1;
                             let generation = peers.generation + inner.fetches - 1;
-                            inner.cached.insert(bootstrap_addr.clone(), generation);
+                            inner.cached.insert(bootstrap_addr.clone(), (generation, peers.clone()));
                         }
-                        let generation = inner.cached[&bootstrap_addr];
+                        let (generation, kept) = inner.cached[&bootstrap_addr].clone();
+                        let peers = if inner.keeps { kept } else { peers };
                         Ok(Arc::new(PrefillPeers { generation, ..(*peers).clone() }))
                     }
                 };

@@ -25,6 +25,7 @@ pub mod memory;
 pub mod net;
 pub mod print;
 pub mod rng;
+pub mod sim;
 pub mod vectors;
 pub mod world;
 

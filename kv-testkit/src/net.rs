@@ -116,7 +116,9 @@ struct Inner {
     /// When the last message of a link is due: those behind it are not due earlier.
     last_due: BTreeMap<(Option<Endpoint>, Endpoint), Timestamp>,
     cut: BTreeSet<(Endpoint, Endpoint)>,
+    links: BTreeSet<(Endpoint, Endpoint)>,
     log: Vec<String>,
+    quiet: bool,
 }
 
 /// The network. Clones are the same network.
@@ -140,7 +142,9 @@ impl SimNet {
             flights: Vec::new(),
             last_due: BTreeMap::new(),
             cut: BTreeSet::new(),
+            links: BTreeSet::new(),
             log: Vec::new(),
+            quiet: false,
         })))
     }
 
@@ -291,6 +295,37 @@ impl SimNet {
         inner.flights.remove(i)
     }
 
+    /// When the next message that is not held, cut off or addressed to nobody is due, later than `now`.
+    pub fn next_due_after(&self, now: Timestamp) -> Option<Timestamp> {
+        let inner = self.lock();
+        let later = inner.flights.iter().filter(|f| f.due.is_some_and(|d| d > now));
+        later.filter(|f| inner.can_arrive(f)).filter_map(|f| f.due).min()
+    }
+
+    /// Endpoints that have something to receive at `now`.
+    pub fn due_at(&self, now: Timestamp) -> BTreeSet<Endpoint> {
+        let inner = self.lock();
+        let due = inner.flights.iter().filter(|f| f.due.is_some_and(|d| d <= now) && inner.can_arrive(f));
+        let told = inner.ports.iter().filter(|(_, port)| !port.events.is_empty());
+        due.map(|f| f.to.clone()).chain(told.map(|(e, _)| e.clone())).collect()
+    }
+
+    /// Every (sender, receiver) that a message went from and to and that was not closed since: the open sockets.
+    pub fn links(&self) -> Vec<(Endpoint, Endpoint)> {
+        self.lock().links.iter().cloned().collect()
+    }
+
+    /// Endpoints that are bound.
+    pub fn bound(&self) -> Vec<Endpoint> {
+        let inner = self.lock();
+        inner.ports.iter().filter(|(_, p)| p.bound.is_some()).map(|(e, _)| e.clone()).collect()
+    }
+
+    /// Keep no [`log`](Self::log): for runs of millions of messages.
+    pub fn without_log(&self) {
+        self.lock().quiet = true;
+    }
+
     /// What happened so far, one line an event, with the time in microseconds.
     pub fn log(&self) -> Vec<String> {
         self.lock().log.clone()
@@ -305,6 +340,9 @@ impl fmt::Debug for SimNet {
 
 impl Inner {
     fn log(&mut self, text: fmt::Arguments<'_>) {
+        if self.quiet {
+            return;
+        }
         self.log.push(format!("{:>10} us  {text}", self.now.now().as_nanos() / 1000));
     }
 
@@ -314,6 +352,7 @@ impl Inner {
     }
 
     fn unbind(&mut self, endpoint: &Endpoint, why: &str) {
+        self.links.retain(|(from, _)| from != endpoint);
         if let Some(port) = self.ports.get_mut(endpoint)
             && port.bound.take().is_some()
         {
@@ -347,6 +386,7 @@ impl Inner {
             return Err(ControlError::Stalled { endpoint: to.clone(), queued });
         }
         let now = self.now.now();
+        self.links.insert((from.clone(), to.clone()));
         let mut due = now + self.latency;
         let flight =
             Flight { id: self.next_id, from: Some(from.clone()), to: to.clone(), frames, sent: now, due: Some(due) };
@@ -378,7 +418,6 @@ impl Inner {
                 return Err(ControlError::Unreachable { endpoint: to.clone(), reason: "the test's rule".into() });
             }
         }
-        let text = print::frames(&flight.frames);
         let what = match (copies, held) {
             (0, _) => " LOST".to_string(),
             (_, true) => " HELD".to_string(),
@@ -386,7 +425,10 @@ impl Inner {
             (1, _) => " OVERTAKEN".to_string(),
             (n, _) => format!(" x{n}"),
         };
-        self.log(format_args!("{from} -> {to} {text}{what}"));
+        if !self.quiet {
+            let text = print::frames(&flight.frames);
+            self.log(format_args!("{from} -> {to} {text}{what}"));
+        }
         if in_order && !held && copies > 0 {
             let last = self.last_due.entry((Some(from.clone()), to.clone())).or_insert(due);
             *last = (*last).max(due);
@@ -461,8 +503,8 @@ impl ControlPlane for SimControl {
         if !bound {
             inner.flights.retain(|f| !(f.from.as_ref() == Some(&self.endpoint) && f.to == *endpoint));
         }
-        let text = format!("{} closed {endpoint}", self.endpoint);
-        inner.log(format_args!("{text}"));
+        inner.links.remove(&(self.endpoint.clone(), endpoint.clone()));
+        inner.log(format_args!("{} closed {endpoint}", self.endpoint));
     }
 }
 

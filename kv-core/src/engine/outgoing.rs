@@ -1,7 +1,7 @@
 //! Control messages on their way out. A message a stalled peer does not take is kept, in order, for a bounded time;
 //! the shard never waits for it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,7 +19,8 @@ const MAX_KEPT: usize = 100_000;
 
 #[derive(Debug, Default)]
 pub(crate) struct Outgoing {
-    kept: HashMap<Endpoint, VecDeque<(Timestamp, Multipart)>>,
+    /// In order of endpoints: a run of the simulation must not depend on a hasher's seed.
+    kept: BTreeMap<Endpoint, VecDeque<(Timestamp, Multipart)>>,
     retry_at: Option<Timestamp>,
 }
 

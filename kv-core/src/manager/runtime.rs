@@ -5,6 +5,7 @@
 //! taken, the holder looks at the queue again after it unlocked, so no command is left behind. Transports whose
 //! `submit` blocks are never run inline.
 
+use std::cell::Cell;
 use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
@@ -44,7 +45,7 @@ impl Step for DecodeShard {
     }
 }
 
-struct Cell<S: Step> {
+struct Runner<S: Step> {
     shard: S,
     control: ZmqControl,
     commands: Vec<S::Command>,
@@ -55,7 +56,7 @@ struct Cell<S: Step> {
 /// A shard with its queue and its thread.
 pub(super) struct Engine<S: Step> {
     queue: Mutex<Vec<S::Command>>,
-    cell: Mutex<Option<Cell<S>>>,
+    cell: Mutex<Option<Runner<S>>>,
     wake: Arc<WakeFd>,
     inline: bool,
     clock: Arc<dyn Clock>,
@@ -79,10 +80,17 @@ struct Events {
 /// A lane without a wake fd is looked at this often while writes are in flight.
 const LANE_POLL: Duration = Duration::from_micros(50);
 const MAX_MESSAGES: usize = 256;
+/// Commands in the queue beyond which a caller waits for the shard.
+const MAX_QUEUE: usize = 1024;
 /// Other callers' commands that one caller carries out before it leaves them to the thread.
 const MAX_INLINE_STEPS: usize = 16;
 /// After a step that panicked, the next one comes with the next input, or after this time.
 const AFTER_PANIC: Duration = Duration::from_millis(100);
+
+thread_local! {
+    /// This thread runs a shard: a waker that calls back into a handle must not wait for it.
+    static IN_STEP: Cell<bool> = const { Cell::new(false) };
+}
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // A panic in one step must not stop the others (F62): the data is still usable.
@@ -126,7 +134,7 @@ impl<S: Step> Engine<S> {
         control: ZmqControl,
         inbox: ZmqInbox,
     ) -> std::io::Result<JoinHandle<()>> {
-        *lock(&self.cell) = Some(Cell { shard, control, commands: Vec::new(), next: NextWake::default() });
+        *lock(&self.cell) = Some(Runner { shard, control, commands: Vec::new(), next: NextWake::default() });
         let engine = self.clone();
         std::thread::Builder::new().name(name.to_owned()).spawn(move || engine.run(inbox))
     }
@@ -197,12 +205,15 @@ impl<S: Step> Engine<S> {
         for _ in 0..MAX_INLINE_STEPS {
             // Pairs with the fence in `run`: either the thread is seen to wait, and then it finds the command, or not.
             fence(Ordering::SeqCst);
-            if self.thread_waits.load(Ordering::SeqCst) {
+            // Callers that are faster than the shard wait their turn, so that the queue stays short.
+            let crowded = lock(&self.queue).len() > MAX_QUEUE && !IN_STEP.get();
+            if self.thread_waits.load(Ordering::SeqCst) && !crowded {
                 return;
             }
             let mut cell = match self.cell.try_lock() {
                 Ok(cell) => cell,
                 Err(TryLockError::Poisoned(e)) => e.into_inner(),
+                Err(TryLockError::WouldBlock) if crowded => lock(&self.cell),
                 Err(TryLockError::WouldBlock) => return,
             };
             let next = self.step(&mut cell, &mut Vec::new());
@@ -220,14 +231,16 @@ impl<S: Step> Engine<S> {
         self.wake.wake();
     }
 
-    fn step(&self, cell: &mut Option<Cell<S>>, messages: &mut Vec<Multipart>) -> NextWake {
+    fn step(&self, cell: &mut Option<Runner<S>>, messages: &mut Vec<Multipart>) -> NextWake {
         let Some(cell) = cell else { return NextWake::default() };
         for m in messages.drain(..) {
             cell.control.push_incoming(m);
         }
         std::mem::swap(&mut *lock(&self.queue), &mut cell.commands);
         let now = self.clock.now();
+        IN_STEP.set(true);
         let result = catch_unwind(AssertUnwindSafe(|| cell.shard.step(now, &mut cell.control, &mut cell.commands)));
+        IN_STEP.set(false);
         cell.commands.clear();
         if let Some(events) = self.events.get() {
             events.queue.flush();

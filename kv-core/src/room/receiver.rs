@@ -471,7 +471,12 @@ impl ReceiverRoom {
                     None => sums.push((key, *part)),
                 }
             }
-            sums.iter().all(|(_, sum)| *sum == expect.pages)
+            // Of a page that cannot be shared one rank writes all, and the others of its group nothing.
+            let whole = |of: &(u32, u32)| {
+                let mut others = self.success.iter().filter(|rank| !self.parts.iter().any(|(r, _)| r == *rank));
+                others.any(|rank| place(*rank).is_some_and(|r| key(r) == *of))
+            };
+            sums.iter().all(|(of, sum)| *sum == expect.pages || (*sum == PageSum::default() && whole(of)))
         };
         if adds_up(|r| (r.pp_rank, r.tp_rank)) || adds_up(|r| (r.pp_rank, r.cp_rank)) {
             return Ok(());

@@ -44,6 +44,8 @@ pub const WORDS: &[&[u8]] = &[
     b"\x03\x15",
     b"\x04\x01\x01",
     b"\x05\0",
+    b"\x63\x02ab",
+    b"\0KVX1\x01\x07\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
 ];
 
 /// Bounds that small inputs reach.

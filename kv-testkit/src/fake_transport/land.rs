@@ -9,8 +9,9 @@ use kv_core::plan::Span;
 use kv_core::transport::WriteOp;
 
 use super::blob::{DIGEST_SEED, RemoteRegion, digest};
+use super::op::OpRow;
 use super::policy::Flaw;
-use super::state::{Inner, Regions};
+use super::state::{Inner, Landing, Regions};
 use crate::memory::{POISON, with_live};
 
 /// Why bytes did not land.
@@ -86,6 +87,15 @@ fn write_registered(
     Ok(())
 }
 
+impl OpRow {
+    /// Nothing reads the source any more, and bytes may still land: those that have left already.
+    pub(super) fn take_to_the_wire(&mut self) {
+        if let (Some(op), None, true, false) = (&self.op, &self.wire, self.info.src_quiet, self.info.dst_quiet) {
+            self.wire = op.plan.spans().map(|span| read_source(op, &span)).collect();
+        }
+    }
+}
+
 impl Inner {
     /// Let the spans in `which` land, those that have not yet.
     pub(super) fn land(&mut self, name: &str, id: OpId, which: std::ops::Range<usize>) -> Result<(), Refusal> {
@@ -97,8 +107,10 @@ impl Inner {
         let Some(op) = row.op.clone() else { panic!("{name} {id:?} is quiet: it cannot land any more") };
         let known = node.peers.get(&op.peer).map(|p| p.regions.clone()).unwrap_or_default();
         let row = &node.ops[&id];
-        let changed =
-            watch && row.info.landed == 0 && row.source_digest.is_some_and(|want| source_digest(&op) != Some(want));
+        let changed = watch
+            && row.info.landed == 0
+            && row.wire.is_none()
+            && row.source_digest.is_some_and(|want| source_digest(&op) != Some(want));
         let regions = match self.nodes.get(&target) {
             Some(node) if node.alive => node.regions.clone(),
             Some(_) => return Err(Refusal::Dead),
@@ -115,7 +127,9 @@ impl Inner {
                 continue;
             }
             let span = spans[i];
-            let mut bytes = match read_source(&op, &span) {
+            let row = &self.node(name).ops[&id];
+            let from = row.wire.as_ref().map_or_else(|| read_source(&op, &span), |wire| wire.get(i).cloned());
+            let mut bytes = match from {
                 Some(bytes) => bytes,
                 // Only flawed fakes come here: the memory is gone, or was never named.
                 None => vec![POISON; span.len as usize],
@@ -133,6 +147,12 @@ impl Inner {
             if let Some(g) = self.guards.iter().find(hit) {
                 let text = format!("{name} {id:?} landed {} bytes at {:#x}: {}", span.len, span.dst_addr, g.why);
                 self.violation(text);
+            }
+            if let Some(mut look) = self.observer.take() {
+                let landing = Landing { from: name, to: &target, op: id, addr: span.dst_addr, bytes: &bytes };
+                let text = look(&landing);
+                self.observer = Some(look);
+                self.violations.extend(text);
             }
             let even_gone = flaw == Some(Flaw::KeepsUnregistered);
             if let Err(text) = write_registered(&regions, &known, span.dst_addr, &bytes, even_gone) {

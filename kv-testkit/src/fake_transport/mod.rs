@@ -38,6 +38,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub use lane::FakeLane;
 pub use op::OpInfo;
 pub use policy::{Flaw, Policy, Verdict};
+pub use state::Landing;
 pub use transport::{FakeTransport, FakeTransportBuilder};
 
 use kv_core::transport::{Outcome, Settlement, TransportError, TransportErrorKind};
@@ -121,6 +122,19 @@ impl FakeFabric {
     /// settle as [`Settlement::PeerGenerationDead`] some polls later.
     pub fn kill(&self, name: &str) {
         self.0.lock().kill(name);
+    }
+
+    /// The process `name` ends, and its own writes with it: nothing of them lands any more. Its peers see it as
+    /// [`kill`](Self::kill)ed. Whoever holds its lanes may drop them.
+    pub fn exit(&self, name: &str) {
+        let released = self.0.lock().exit(name);
+        drop(released);
+    }
+
+    /// Look at every span before it lands; what `look` returns is a violation. It must not call the fabric, which is
+    /// locked meanwhile.
+    pub fn observe(&self, look: impl FnMut(&Landing<'_>) -> Option<String> + Send + 'static) {
+        self.0.lock().observer = Some(Box::new(look));
     }
 
     /// Stop (or let go on) the process `name`: automatic ops to it make no progress, and nothing is proven about them.

@@ -58,6 +58,8 @@ pub(super) struct OpRow {
     /// The op itself, and with it the memory: held until both sides are quiet.
     pub(super) op: Option<WriteOp>,
     pub(super) landed: Vec<bool>,
+    /// What the spans carry once nothing reads the source any more while they may still land: the bytes on the wire.
+    pub(super) wire: Option<Vec<Vec<u8>>>,
     pub(super) source_digest: Option<u64>,
     pub(super) auto: Auto,
 }

@@ -18,6 +18,13 @@ impl FakeTransport {
         node.order.iter().map(|id| node.ops[id].info.clone()).collect()
     }
 
+    /// The ops accepted since the first `seen` ones, in order of submission.
+    pub fn ops_since(&self, seen: usize) -> Vec<OpInfo> {
+        let mut inner = self.fabric.0.lock();
+        let node = inner.node(&self.name);
+        node.order.iter().skip(seen).map(|id| node.ops[id].info.clone()).collect()
+    }
+
     /// One op; `None` when none with this id was accepted.
     pub fn op(&self, id: OpId) -> Option<OpInfo> {
         self.fabric.0.lock().node(&self.name).ops.get(&id).map(|r| r.info.clone())
@@ -69,6 +76,11 @@ impl FakeTransport {
     /// Most ops without outcome (`Busy` beyond); `None` lifts the bound.
     pub fn set_capacity(&self, ops: Option<usize>) {
         self.fabric.0.lock().node(&self.name).capacity = ops;
+    }
+
+    /// Connects work again, whatever [`fail_connect`](Self::fail_connect) said before.
+    pub fn heal_connects(&self) {
+        self.fabric.0.lock().node(&self.name).connect_errors.clear();
     }
 
     /// The next connect fails so; calls queue up.

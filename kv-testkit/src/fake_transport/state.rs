@@ -17,6 +17,24 @@ use super::policy::{Flaw, Policy, Verdict};
 use super::{lost, outcome_quiet, settlement_quiet};
 use crate::rng::Rng;
 
+/// Looks at every span that lands, before it does; says what is wrong with it.
+pub(super) type Observer = Box<dyn FnMut(&Landing<'_>) -> Option<String> + Send>;
+
+/// A span about to land.
+#[derive(Clone, Copy, Debug)]
+pub struct Landing<'a> {
+    /// The writing process.
+    pub from: &'a str,
+    /// The written one.
+    pub to: &'a str,
+    /// Which write.
+    pub op: OpId,
+    /// Where to.
+    pub addr: u64,
+    /// What.
+    pub bytes: &'a [u8],
+}
+
 pub(super) struct Guard {
     pub(super) addr: u64,
     pub(super) len: u64,
@@ -93,6 +111,7 @@ pub(super) struct Inner {
     pub(super) refuse_quietly: bool,
     pub(super) watch_sources: bool,
     pub(super) leave_superseded: bool,
+    pub(super) observer: Option<Observer>,
     pub(super) rng: Rng,
 }
 
@@ -106,6 +125,7 @@ impl Default for Inner {
             refuse_quietly: false,
             watch_sources: true,
             leave_superseded: false,
+            observer: None,
             rng: Rng::new(0x6661_6b65),
         }
     }
@@ -141,6 +161,7 @@ impl Inner {
         assert!(row.info.outcome.is_none(), "{name} {id:?} has its outcome already: {:?}", row.info.outcome);
         (row.info.src_quiet, row.info.dst_quiet) = outcome_quiet(&outcome);
         row.info.outcome = Some(outcome.clone());
+        row.take_to_the_wire();
         node.in_flight -= 1;
         let lane = row.info.lane;
         let released =
@@ -174,6 +195,7 @@ impl Inner {
         row.info.src_quiet |= src;
         row.info.dst_quiet |= dst;
         row.info.settlement = Some(settlement);
+        row.take_to_the_wire();
         let lane = row.info.lane;
         let released = if row.info.is_quiet() { row.op.take() } else { None };
         self.push_event(name, lane, LaneEvent::Settlement(id, settlement));
@@ -229,6 +251,23 @@ impl Inner {
             let error = lost(format!("process {target} died with {id:?} in flight"));
             let _ = self.report(&name, id, Outcome::Unresolved { error });
         }
+    }
+
+    /// The process `name` ends, its own writes with it: nothing of it lands any more, and nobody hears of them.
+    pub(super) fn exit(&mut self, name: &str) -> Vec<WriteOp> {
+        let node = self.node(name);
+        node.alive = false;
+        node.moving.clear();
+        node.in_flight = 0;
+        node.lanes.iter_mut().for_each(|lane| lane.open = false);
+        let mut released = Vec::new();
+        for row in node.ops.values_mut() {
+            row.auto = Auto::Off;
+            (row.info.src_quiet, row.info.dst_quiet) = (true, true);
+            released.extend(row.op.take());
+        }
+        self.kill(name);
+        released
     }
 
     pub(super) fn cut(&mut self, target: &str) {
@@ -311,7 +350,7 @@ impl Inner {
             node.moving.insert(id);
         }
         let op = if keep { op } else { WriteOp { regions: Arc::from([]), ..op } };
-        node.ops.insert(id, OpRow { info, op: Some(op), landed, source_digest, auto });
+        node.ops.insert(id, OpRow { info, op: Some(op), landed, wire: None, source_digest, auto });
     }
 
     /// Record a violation for every op that lost, before it was proven quiet, what it may still use: its source bytes, or

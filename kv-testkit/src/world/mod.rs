@@ -33,7 +33,7 @@ use kv_core::room::{ChunkSpec, PublishSpec};
 use kv_core::time::Timestamp;
 
 pub use nodes::{DecodeNode, PrefillNode, SimConnector};
-pub use spec::{WorldSpec, process};
+pub use spec::{AUX_LEN, WorldSpec, process};
 
 use crate::{FakeFabric, ManualClock, Rng, SimNet};
 

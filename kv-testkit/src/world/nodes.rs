@@ -16,7 +16,7 @@ use kv_core::time::Timestamp;
 use kv_core::transport::{PeerDescriptor, Transport};
 use kv_core::wire::Registration;
 
-use super::spec::{AUX_LEN, AUX_ROWS, WorldSpec, process};
+use super::spec::{AUX_LEN, WorldSpec, process};
 use crate::directory::Answer;
 use crate::net::SimControl;
 use crate::{FakeDirectory, FakeFabric, FakeTransport, ManualClock, SimNet, TestMemory};
@@ -116,12 +116,12 @@ pub struct PrefillNode {
     pub stopped: bool,
     control: SimControl,
     commands: Arc<Mutex<Vec<PrefillCommand>>>,
-    entry_len: usize,
+    pub(crate) entry_len: usize,
     page_len: usize,
 }
 
 impl PrefillNode {
-    pub(super) fn new(
+    pub(crate) fn new(
         spec: &WorldSpec,
         net: &SimNet,
         fabric: &FakeFabric,
@@ -134,7 +134,7 @@ impl PrefillNode {
         let entry_len = spec.pages * spec.page_len;
         let entries = spec.prefill_entries();
         let kv = TestMemory::patterned(entries as usize * entry_len, 1000 + u64::from(rank.0));
-        let aux = TestMemory::patterned(AUX_ROWS * AUX_LEN, 2000 + u64::from(rank.0));
+        let aux = TestMemory::patterned(spec.aux_rows * AUX_LEN, 2000 + u64::from(rank.0));
         let regions = [&kv, &aux].map(|m| transport.register(m.clone()).expect("test memory"));
         let layout = spec.prefill_layout((place.0, place.2), &regions[0], &regions[1]);
         let layout = LocalLayout::new(layout, regions).expect("a layout that fits");
@@ -216,13 +216,24 @@ impl PrefillNode {
         if self.stopped {
             return false;
         }
+        let before = self.stats.snapshot();
+        self.step_once(now) || before != self.stats.snapshot()
+    }
+
+    /// Commands wait, or a connection that has been made.
+    pub(crate) fn has_commands(&self) -> bool {
+        let connects = lock(&self.connector.state);
+        !lock(&self.commands).is_empty() || (!connects.hold && !connects.waiting.is_empty())
+    }
+
+    /// One step of the shard. True when it had commands, or wants to be called again at once.
+    pub(crate) fn step_once(&mut self, now: Timestamp) -> bool {
         let mut commands = std::mem::take(&mut *lock(&self.commands));
         commands.extend(self.connector.finished().into_iter().map(PrefillCommand::Connected));
         let busy = !commands.is_empty();
-        let before = self.stats.snapshot();
         let next = self.shard.step(now, &mut self.control, &mut commands);
         self.wake = next.at;
-        busy || next.again || before != self.stats.snapshot() || !lock(&self.commands).is_empty()
+        busy || next.again || !lock(&self.commands).is_empty()
     }
 }
 
@@ -257,13 +268,13 @@ pub struct DecodeNode {
     /// Not stepped: a process that is stopped.
     pub stopped: bool,
     control: SimControl,
-    entry_len: usize,
+    pub(crate) entry_len: usize,
     page_len: usize,
     layout: LocalLayout,
 }
 
 impl DecodeNode {
-    pub(super) fn new(
+    pub(crate) fn new(
         spec: &WorldSpec,
         clock: &ManualClock,
         net: &SimNet,
@@ -271,12 +282,23 @@ impl DecodeNode {
         rank: u32,
         name: &str,
     ) -> Self {
-        let endpoint = spec.decode_endpoint(rank);
+        Self::at_endpoint(spec, clock, net, fabric, rank, name, spec.decode_endpoint(rank))
+    }
+
+    pub(crate) fn at_endpoint(
+        spec: &WorldSpec,
+        clock: &ManualClock,
+        net: &SimNet,
+        fabric: &FakeFabric,
+        rank: u32,
+        name: &str,
+        endpoint: Endpoint,
+    ) -> Self {
         let transport = fabric.transport(name);
         let entry_len = spec.pages * spec.page_len;
         let entries = spec.decode_entries();
         let kv = TestMemory::new(entries as usize * entry_len);
-        let aux = TestMemory::new(AUX_ROWS * AUX_LEN);
+        let aux = TestMemory::new(spec.aux_rows * AUX_LEN);
         let regions = [&kv, &aux].map(|m| transport.register(m.clone()).expect("test memory"));
         let layout = spec.decode_layout(rank, &regions[0], &regions[1]);
         let layout = LocalLayout::new(layout, regions).expect("a layout that fits");
@@ -326,7 +348,7 @@ impl DecodeNode {
         self.layout.to_registration(self.endpoint.clone(), &*self.name, self.transport.local_metadata())
     }
 
-    fn at(&self, entry: u32, page: i32) -> usize {
+    pub(crate) fn at(&self, entry: u32, page: i32) -> usize {
         entry as usize * self.entry_len + page as usize * self.page_len
     }
 
@@ -353,11 +375,16 @@ impl DecodeNode {
         if self.stopped {
             return false;
         }
+        let before = self.stats.snapshot();
+        self.step_once(now) || before != self.stats.snapshot()
+    }
+
+    /// One step of the shard. True when it had commands, or wants to be called again at once.
+    pub(crate) fn step_once(&mut self, now: Timestamp) -> bool {
         self.commands.extend(self.directory.take_events().into_iter().map(DecodeCommand::Directory));
         let busy = !self.commands.is_empty();
-        let before = self.stats.snapshot();
         let next = self.shard.step(now, &mut self.control, &mut self.commands);
         self.wake = next.at;
-        busy || next.again || before != self.stats.snapshot()
+        busy || next.again
     }
 }

@@ -15,11 +15,7 @@ use kv_core::wire::ExtPeer;
 
 use crate::directory::Shape;
 
-/// Layers of one pipeline stage.
-pub const LAYERS: u32 = 2;
-/// Rows of the aux entry, and the bytes of one.
-pub const AUX_ROWS: usize = 8;
-/// See [`AUX_ROWS`].
+/// Bytes of one row of the aux entry.
 pub const AUX_LEN: usize = 48;
 
 /// Sizes, times and policies of a world. The defaults: one prefill rank, one decode rank, both ours, SGLang's times.
@@ -29,6 +25,10 @@ pub struct WorldSpec {
     pub shape: Shape,
     /// How many decode ranks exist (ranks 0.. of `shape.decode_tp`).
     pub decodes: u32,
+    /// Layers of one pipeline stage.
+    pub layers: u32,
+    /// Rows of the aux entry.
+    pub aux_rows: usize,
     /// Pages of each KV entry.
     pub pages: usize,
     /// Bytes of one page.
@@ -64,6 +64,8 @@ impl Default for WorldSpec {
         Self {
             shape: Shape::default(),
             decodes: 1,
+            layers: 2,
+            aux_rows: 8,
             pages: 16,
             page_len: 64,
             limits: Limits::default(),
@@ -104,7 +106,7 @@ impl WorldSpec {
 
     /// KV entries of one prefill rank.
     pub(super) fn prefill_entries(&self) -> u32 {
-        if self.shape.mla { LAYERS } else { 2 * LAYERS }
+        if self.shape.mla { self.layers } else { 2 * self.layers }
     }
 
     /// KV entries of one decode rank: every stage's.
@@ -117,11 +119,11 @@ impl WorldSpec {
     }
 
     /// Where entry `entry` of a prefill rank of stage `pp` goes: MHA all K, then all V; MLA one a layer.
-    pub(super) fn decode_entry(&self, pp: u32, entry: u32) -> u32 {
+    pub(crate) fn decode_entry(&self, pp: u32, entry: u32) -> u32 {
         let stages = self.decode_stages();
-        let first = if stages == 1 { 0 } else { pp * LAYERS };
-        let (kv, layer) = (entry / LAYERS, entry % LAYERS);
-        kv * stages * LAYERS + first + layer
+        let first = if stages == 1 { 0 } else { pp * self.layers };
+        let (kv, layer) = (entry / self.layers, entry % self.layers);
+        kv * stages * self.layers + first + layer
     }
 
     fn layout(&self, entries: u32, kv: &RegisteredRegion, aux: &RegisteredRegion) -> LayoutSpec {
@@ -138,7 +140,7 @@ impl WorldSpec {
             aux: vec![EntryDesc {
                 region: aux.id(),
                 offset: 0,
-                len: (AUX_ROWS * AUX_LEN) as u64,
+                len: (self.aux_rows * AUX_LEN) as u64,
                 item_len: AUX_LEN as u64,
                 layer_id: None,
             }],
@@ -161,7 +163,7 @@ impl WorldSpec {
             engine_rank: tp,
             pp_size: stages,
             pp_rank: if stages == 1 { 0 } else { pp },
-            prefill_start_layer: if stages == 1 { 0 } else { pp * LAYERS },
+            prefill_start_layer: if stages == 1 { 0 } else { pp * self.layers },
             ..self.layout(self.prefill_entries(), kv, aux)
         }
     }

@@ -150,8 +150,17 @@ fn make_plan(planner: &mut Planner, pairing: &Pairing, spec: &ChunkSpec, d: &Des
         );
     }
     let mut plan = planner.plan_chunk(pairing, pages.src, pages.dst).map_err(|e| e.to_string())?;
-    if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last && d.writes_aux, spec.aux_index, d.aux_index) {
-        plan.append(planner.plan_aux(pairing, src_slot, dst_slot).map_err(|e| e.to_string())?);
+    if spec.is_last && d.writes_aux && !pairing.aux().is_empty() {
+        match (spec.aux_index, d.aux_index) {
+            (Some(src_slot), Some(dst_slot)) => {
+                plan.append(planner.plan_aux(pairing, src_slot, dst_slot).map_err(|e| e.to_string())?);
+            }
+            // Decode reads its slot after Success: one that nobody wrote is no success.
+            (None, Some(slot)) => {
+                return Err(format!("decode waits for its metadata slot {slot}, but init() named no aux_index"));
+            }
+            (_, None) => {}
+        }
     }
     Ok(plan)
 }
