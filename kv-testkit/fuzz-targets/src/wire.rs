@@ -44,6 +44,8 @@ pub const WORDS: &[&[u8]] = &[
     b"\x03\x15",
     b"\x04\x01\x01",
     b"\x05\0",
+    b"\x63\x02ab",
+    b"\0KVX1\x01\x07\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
 ];
 
 /// Bounds that small inputs reach.
@@ -93,12 +95,12 @@ fn run(dialect: &dyn Dialect, data: &[u8]) {
         within(&message, &limits);
         survives(&message, |m| to_prefill(dialect, m), |f| dialect.parse_to_prefill(f, &Limits::default()));
         let sent = to_prefill(dialect, &message);
-        extended(dialect, kind_to_prefill(&message), sent, |f| dialect.parse_to_prefill(f, &Limits::default()));
+        extended(dialect, message.kind(), sent, |f| dialect.parse_to_prefill(f, &Limits::default()));
     }
     if let Ok(message) = decode {
         survives(&message, |m| to_decode(dialect, m), |f| dialect.parse_to_decode(f, &Limits::default()));
         let sent = to_decode(dialect, &message);
-        extended(dialect, kind_to_decode(&message), sent, |f| dialect.parse_to_decode(f, &Limits::default()));
+        extended(dialect, message.kind(), sent, |f| dialect.parse_to_decode(f, &Limits::default()));
     }
 }
 
@@ -134,29 +136,6 @@ fn extended<M: std::fmt::Debug + PartialEq>(
     dialect.attach_extension(kind, &mut with, &extension()).expect("a message of ours takes an extension");
     assert_eq!(dialect.extension(kind, &with), Ok(Some(extension())), "{with:?}");
     assert_eq!(parse(&with), parse(&plain), "{with:?}");
-}
-
-fn kind_to_prefill(message: &ToPrefill) -> MessageKind {
-    match message {
-        ToPrefill::Registration(_) => MessageKind::Registration,
-        ToPrefill::Metadata(_) => MessageKind::Metadata,
-        ToPrefill::Abort(_) => MessageKind::Abort,
-        ToPrefill::StagingRsp(_) => MessageKind::StagingRsp,
-        ToPrefill::Watermark(_) => MessageKind::Watermark,
-        ToPrefill::Bootstrap(_) => MessageKind::Bootstrap,
-        other => panic!("a message that this target does not know: {other:?}"),
-    }
-}
-
-fn kind_to_decode(message: &ToDecode) -> MessageKind {
-    match message {
-        ToDecode::Status(_) => MessageKind::Status,
-        ToDecode::ChunkReady(_) => MessageKind::ChunkReady,
-        ToDecode::StagingReq(_) => MessageKind::StagingReq,
-        ToDecode::AbortAck(_) => MessageKind::AbortAck,
-        ToDecode::AuxData(_) => MessageKind::AuxData,
-        other => panic!("a message that this target does not know: {other:?}"),
-    }
 }
 
 /// What we would send for a message that we took is taken again, and is sent alike from then on.
@@ -238,8 +217,8 @@ pub fn seeds(file: &str) -> Vec<Vec<u8>> {
             dialect.parse_to_prefill(frames, &Limits::default()),
             dialect.parse_to_decode(frames, &Limits::default()),
         ) {
-            (Ok(message), _) => kind_to_prefill(&message),
-            (_, Ok(message)) => kind_to_decode(&message),
+            (Ok(message), _) => message.kind(),
+            (_, Ok(message)) => message.kind(),
             _ => return None,
         };
         let mut with = frames.iter().cloned().collect();

@@ -34,8 +34,7 @@ impl PrefillShard {
         }
     }
 
-    /// As many writes are in flight as may be. Those that are retained may stay for ever: they must not take the place
-    /// of others (F2).
+    /// As many writes are in flight as may be: the next completion wakes the shard.
     pub(super) fn is_full(&self) -> bool {
         self.in_flight.len() >= self.config.limits.max_ops_in_flight
     }
