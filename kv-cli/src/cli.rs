@@ -46,14 +46,31 @@ pub enum Command {
     /// One decode rank (of two machines; see `replay` for both sides on one).
     Decode(RoleArgs),
     /// Replay a sample trace between two processes on this machine and verify every byte. Takes about a minute.
+    #[command(after_long_help = crate::report::JSON_HELP)]
     Demo(DemoArgs),
     /// Replay a request trace between prefill and decode ranks on this machine, each a process.
+    #[command(after_long_help = crate::report::JSON_HELP)]
     Replay(ReplayArgs),
+    /// Simulate fleets under faults: many room lives, each checked. One episode is replayed by its seed.
+    #[cfg(feature = "sim")]
+    Sim(SimArgs),
     /// Say which transports and devices work here, which do not, why, and what would change that.
     Doctor,
     /// Control messages.
     #[command(subcommand)]
     Wire(WireCommand),
+}
+
+/// `kvt sim`.
+#[cfg(feature = "sim")]
+#[derive(Debug, Args)]
+pub struct SimArgs {
+    /// Run episodes until so many room lives have ended. 1: the episode of --seed alone.
+    #[arg(long, default_value_t = 20_000)]
+    pub rooms: u64,
+    /// Print everything that happens in the last episode, a line an event.
+    #[arg(long)]
+    pub trace: bool,
 }
 
 /// `kvt bootstrap`.
@@ -158,7 +175,7 @@ pub struct RoleArgs {
     /// Address that the other side reaches this rank at.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: String,
-    /// How long to wait for the registry to come up, seconds.
+    /// How long to wait for the registry to come up and, then, decode for a prefill that lives, seconds each.
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub connect_timeout: u64,
     /// TP size of this side.

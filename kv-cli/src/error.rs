@@ -27,6 +27,28 @@ impl CliError {
         self
     }
 
+    /// Say what to do about what the operating system said, where that is known; else `otherwise`.
+    ///
+    /// Errors of other crates come as text, so it is their text that is looked at.
+    #[must_use]
+    pub fn hint_by_cause(self, otherwise: impl fmt::Display) -> Self {
+        // A thread that cannot make its sockets ends, and says no more than that.
+        let thread = ["thread died", "thread ended"].iter().any(|t| self.what.contains(t));
+        let few_files = open_files_limit().is_some_and(|n| n < FEW_FILES);
+        let hint = if self.what.contains("Too many open files") || (thread && few_files) {
+            "raise the limit of open files: ulimit -n 4096"
+        } else if self.what.contains("Cannot assign requested address") {
+            "give an address of this machine (`ip addr` lists them)"
+        } else if self.what.contains("failed to lookup address") {
+            "correct the host's name, or give an IP address of this machine"
+        } else if self.what.contains("Permission denied") {
+            "ports below 1024 need a privilege: choose another port"
+        } else {
+            return self.hint(otherwise);
+        };
+        self.hint(hint)
+    }
+
     /// The whole error on one line, whatever its parts hold.
     pub fn one_line(&self) -> String {
         let text = if self.hint.is_empty() { self.what.clone() } else { format!("{}; {}", self.what, self.hint) };
@@ -42,9 +64,32 @@ impl fmt::Display for CliError {
 
 impl std::error::Error for CliError {}
 
+/// Fewer open files than this are not enough for one rank.
+const FEW_FILES: u64 = 64;
+
+/// This process's limit of open files; `None` when it cannot be read.
+fn open_files_limit() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: writes one `rlimit`.
+    let rc = unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
+    (rc == 0).then_some(limit.rlim_cur)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_advice_follows_from_what_the_system_said() {
+        for (what, hint) in [
+            ("epoll: Too many open files (os error 24)", "raise the limit of open files: ulimit -n 4096"),
+            ("Cannot assign requested address (os error 99)", "give an address of this machine (`ip addr` lists them)"),
+            ("failed to lookup address information", "correct the host's name, or give an IP address of this machine"),
+            ("Address already in use", "another port"),
+        ] {
+            assert_eq!(CliError::new(what).hint_by_cause("another port").hint, hint);
+        }
+    }
 
     #[test]
     fn is_one_line_whatever_it_holds() {

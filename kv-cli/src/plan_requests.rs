@@ -131,12 +131,17 @@ impl Plan {
     }
 
     /// What to say aloud about the cut; `None` when nothing was cut.
-    pub fn clamp_notice(&self, pool_pages: u32) -> Option<String> {
+    pub fn clamp_notice(&self, pool_pages: u32, max_tokens: Option<u32>) -> Option<String> {
         let longest = self.requests.iter().filter_map(|r| r.clamped_from).max()?;
         let to = self.requests.iter().filter(|r| r.clamped_from.is_some()).map(|r| r.tokens).max()?;
+        // The cut is at the smaller of the two; a cut at --max-tokens was asked for.
+        let (cause, advice) = match max_tokens {
+            Some(max) if to == max => (format!("--max-tokens {max}"), ""),
+            _ => (format!("the {pool_pages} pages of a pool"), "; a larger --pool-mib keeps them whole"),
+        };
         Some(format!(
-            "clamped: {} of {} requests are longer than the {pool_pages} pages of a pool and are cut to {to} tokens \
-             (the longest has {longest}); a larger --pool-mib keeps them whole",
+            "clamped: {} of {} requests are longer than {cause} and are cut to {to} tokens (the longest has {longest})\
+             {advice}",
             self.clamped(),
             self.requests.len()
         ))
@@ -191,14 +196,13 @@ impl Budget {
             Some(mib) => mib.saturating_mul(1 << 20),
             None => may.min(MAX_SIDE_BYTES),
         };
-        let hint = "use a smaller model, a smaller --pool-mib or a machine with more memory";
         if side.saturating_mul(u64::from(sides)) > free {
             return Err(CliError::new(format!(
                 "pools of {} MiB for each of {sides} sides do not fit the {} MiB that are free",
                 side >> 20,
                 free >> 20
             ))
-            .hint(hint));
+            .hint("use a smaller --pool-mib or a machine with more memory"));
         }
         let pool_pages = u32::try_from(side / page_bytes).unwrap_or(i32::MAX as u32).min(i32::MAX as u32);
         if pool_pages == 0 {
@@ -207,7 +211,10 @@ impl Budget {
                 side >> 20,
                 model.name
             ))
-            .hint(hint));
+            .hint(match pool_mib {
+                Some(_) => format!("give --pool-mib {} or more, or a smaller model", page_bytes.div_ceil(1 << 20)),
+                None => "use a smaller model or a machine with more memory".into(),
+            }));
         }
         Ok(Self { pool_pages, page_bytes, side_bytes: u64::from(pool_pages) * page_bytes })
     }
@@ -232,9 +239,14 @@ mod tests {
         assert_eq!((long.tokens, long.pages, long.clamped_from), (6400, 100, Some(121_298)));
         assert_eq!((long.blocks.len(), long.full_blocks().len()), (13, 12));
         assert_eq!(plan.waves, vec![0..1, 1..2]);
-        let notice = plan.clamp_notice(100).unwrap();
+        let notice = plan.clamp_notice(100, None).unwrap();
         assert!(notice.contains("1 of 2 requests") && notice.contains("cut to 6400 tokens"), "{notice}");
-        assert_eq!(Plan::new(&[request(65)], 64, 100, None).unwrap().clamp_notice(100), None);
+        assert!(notice.contains("100 pages of a pool") && notice.contains("--pool-mib"), "{notice}");
+        // What --max-tokens cut, no pool keeps whole.
+        let plan = Plan::new(&[request(65), request(121_298)], 64, 100, Some(640)).unwrap();
+        let notice = plan.clamp_notice(100, Some(640)).unwrap();
+        assert!(notice.contains("longer than --max-tokens 640") && !notice.contains("pool"), "{notice}");
+        assert_eq!(Plan::new(&[request(65)], 64, 100, None).unwrap().clamp_notice(100, None), None);
         assert!(Plan::new(&[request(65)], 64, 0, None).is_err());
     }
 
@@ -270,7 +282,7 @@ mod tests {
         let e = Budget::new(&model, Shape::default(), 1 << 30, Some(1000), 2).unwrap_err().one_line();
         assert!(e.contains("1000 MiB for each of 2 sides do not fit the 1024 MiB"), "{e}");
         let e = Budget::new(&model, Shape::default(), 1 << 30, Some(1), 2).unwrap_err().one_line();
-        assert!(e.contains("does not hold one page"), "{e}");
+        assert!(e.contains("does not hold one page") && e.contains("give --pool-mib 7 or more"), "{e}");
     }
 
     #[test]

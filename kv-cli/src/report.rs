@@ -141,6 +141,29 @@ fn round(x: f64, digits: i32) -> f64 {
     (x * scale).round() / scale
 }
 
+/// The keys of [`Report::json`] for people; `kvt replay --help` ends with it.
+pub const JSON_HELP: &str = "\
+The object that --json prints:
+  ok             true when every room ended in Success and every byte was right
+  transport      name of the transport
+  path           how bytes came to decode: \"copy\" between processes of one host, \"stream\" over connections,
+                 \"copy+stream\" both; null where decode ran elsewhere, or nothing moved
+  model          name of the model
+  rooms          requests that ended in Success
+  failed         requests that failed
+  corrupt        pages with a wrong byte
+  clamped        requests that were cut: to what a pool holds, or to --max-tokens
+  prefix_tokens  tokens that decode had in its prefix cache, and that were not sent again
+  bytes          bytes of KV cache that travelled
+  seconds        time of the transfers, without filling and verifying pages
+  gb_per_s       bytes / seconds / 10^9
+  rooms_per_s    rooms / seconds
+  p50_ms, p90_ms, p99_ms
+                 from decode's metadata to Success, milliseconds
+  fixed_us       fixed overhead: the median of rooms without pages, microseconds; 0 when not measured
+  prefill_cpu_s, decode_cpu_s
+                 CPU of all ranks of a side during the transfers, seconds";
+
 /// The figures of a run; its JSON keys are a promise.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Report {
@@ -159,7 +182,7 @@ pub struct Report {
     pub failed: u64,
     /// Pages with a wrong byte.
     pub corrupt: u64,
-    /// Requests cut to the pool.
+    /// Requests that were cut, to the pool or to `--max-tokens`.
     pub clamped: u64,
     /// Tokens decode had in its prefix cache.
     pub prefix_tokens: u64,
@@ -197,7 +220,7 @@ impl Report {
         let rows = [
             ("model", self.model.clone()),
             ("transport", self.path.map_or(self.transport.clone(), |p| format!("{} ({p})", self.transport))),
-            ("requests", format!("{} done, {} failed, {} cut to the pool", self.rooms, self.failed, self.clamped)),
+            ("requests", format!("{} done, {} failed, {} cut (clamped)", self.rooms, self.failed, self.clamped)),
             ("prefix cache", format!("{} tokens not sent again", self.prefix_tokens)),
             ("bytes", format!("{} ({:.2} GB)", self.bytes, self.bytes as f64 / 1e9)),
             ("transfer time", format!("{:.3} s", self.seconds)),
@@ -205,7 +228,11 @@ impl Report {
             ("latency", format!("p50 {:.2} ms, p90 {:.2} ms, p99 {:.2} ms", self.p50_ms, self.p90_ms, self.p99_ms)),
             (
                 "fixed overhead",
-                if self.fixed_us > 0 { format!("{} us a room", self.fixed_us) } else { "not measured".into() },
+                if self.fixed_us > 0 {
+                    format!("{} us a room: median of rooms without pages", self.fixed_us)
+                } else {
+                    "not measured".into()
+                },
             ),
             (
                 "CPU",
@@ -279,6 +306,10 @@ mod tests {
         keys.sort_unstable();
         want.sort_unstable();
         assert_eq!(keys, want);
+        for key in KEYS {
+            let words = |line: &str| line.split([' ', ',']).any(|word| word == key);
+            assert!(JSON_HELP.lines().any(words), "{key} is not explained");
+        }
         assert!(!json.contains('\n'));
     }
 

@@ -164,3 +164,125 @@ fn doctor_tries_same_host_copies_for_real() {
         assert!(named(name), "{name}");
     }
 }
+
+#[test]
+fn a_full_disk_behind_standard_output_is_one_line() {
+    let mut frames = tempfile::NamedTempFile::new().unwrap();
+    writeln!(frames, "[\"35\", \"34\", \"30\"]").unwrap();
+    let frames = frames.path().to_str().unwrap();
+    for args in [
+        &["wire", "decode", "--dialect", "mooncake", "--json", frames][..],
+        &["doctor"],
+        &["doctor", "--json"],
+        &["bootstrap", "--host", "127.0.0.1", "--port", "0"],
+        &["replay", "--json", "--requests", "1", "--max-tokens", "64", "--pool-mib", "32"],
+    ] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let out = Command::new(env!("CARGO_BIN_EXE_kvt")).args(args).env_remove("RUST_LOG").stdout(full).output();
+        let out = out.unwrap();
+        let text = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(out.status.code(), Some(1), "{args:?}: {text}");
+        let last = text.lines().last().unwrap();
+        assert!(last.starts_with("kvt: cannot write the result to standard output: "), "{args:?}: {text}");
+        assert!(!text.contains("panicked"), "{text}");
+    }
+}
+
+#[test]
+fn numbers_that_leave_nothing_to_do_are_named_with_the_right_advice() {
+    for (args, wanted) in [
+        (["--concurrency", "0"], "--concurrency 0 lets no room run; give 1 or more"),
+        (["--requests", "0"], "--requests 0 leaves nothing to do; give 1 or more"),
+        (["--max-tokens", "0"], "--max-tokens 0 cuts every request to nothing; give 1 or more"),
+        (["--pool-mib", "0"], "give --pool-mib 7 or more"),
+        (["--pool-mib", "1"], "give --pool-mib 7 or more"),
+    ] {
+        let e = error(&[&["replay"], &args[..]].concat());
+        assert!(e.contains(wanted), "{e}");
+    }
+}
+
+#[test]
+fn a_host_that_is_not_here_and_a_limit_that_is_too_low_get_their_own_advice() {
+    // 203.0.113.0/24 is for documentation: no machine has it.
+    let elsewhere = "give an address of this machine";
+    for (args, wanted) in [
+        (&["bootstrap", "--host", "no.such.invalid"][..], "correct the host's name"),
+        (&["bootstrap", "--host", "203.0.113.7"], elsewhere),
+        (&["replay", "--host", "203.0.113.7", "--pool-mib", "32", "--requests", "1"], elsewhere),
+    ] {
+        let e = error(args);
+        assert!(e.contains(wanted) && !e.contains("another port"), "{e}");
+    }
+    for files in [20, 24] {
+        let script = format!("ulimit -n {files}; exec \"$0\" replay --requests 1 --max-tokens 64 --pool-mib 32");
+        let out = Command::new("sh").args(["-c", &script, env!("CARGO_BIN_EXE_kvt")]).output().unwrap();
+        let text = String::from_utf8(out.stderr).unwrap();
+        assert!(text.lines().last().unwrap().ends_with("raise the limit of open files: ulimit -n 4096"), "{text}");
+    }
+}
+
+/// A `kvt` that goes on in the background; killed when it is dropped.
+struct Running(std::process::Child);
+
+impl Running {
+    fn start(args: &[&str]) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvt"));
+        command.args(args).env_remove("RUST_LOG").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+
+    /// What it says, up to the first line with `text`.
+    fn until(&mut self, text: &str) -> String {
+        let stderr = std::io::BufReader::new(self.0.stderr.as_mut().unwrap());
+        let mut lines = std::io::BufRead::lines(stderr).map(|l| l.unwrap());
+        lines.find(|l| l.contains(text)).unwrap_or_else(|| panic!("it never says '{text}'"))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // One that has ended already needs no killing.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+const SMALL: [&str; 6] = ["--pool-mib", "64", "--max-tokens", "256", "--requests", "3"];
+
+#[test]
+fn of_two_decodes_one_is_refused_and_the_other_has_its_run() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let _registry = Running::start(&["bootstrap", "--host", "127.0.0.1", "--port", &port.to_string()]);
+    let decode = [&["decode", "--bootstrap", &at], &SMALL[..]].concat();
+    let outs = std::thread::scope(|scope| {
+        let decodes = [0, 1].map(|_| scope.spawn(|| kvt(&decode)));
+        let prefill = kvt(&[&["prefill", "--bootstrap", &at], &SMALL[..]].concat());
+        assert!(prefill.status.success(), "{}", String::from_utf8_lossy(&prefill.stderr));
+        decodes.map(|d| d.join().unwrap())
+    });
+    let won = outs.iter().filter(|o| o.status.success()).count();
+    let said: Vec<_> = outs.iter().map(|o| String::from_utf8_lossy(&o.stderr)).collect();
+    assert_eq!(won, 1, "{said:?}");
+    let lost = outs.iter().position(|o| o.status.code() == Some(1)).unwrap();
+    let last = said[lost].lines().last().unwrap();
+    // Second, or so late that prefill was through.
+    let wanted = ["kvt: another decode tp0 pp0 has the prefill at", "kvt: no prefill tp0 pp0 came", "kvt: the prefill"];
+    assert!(wanted.iter().any(|w| last.starts_with(w)), "{last}");
+}
+
+#[test]
+fn a_prefill_that_was_killed_leaves_nothing_to_wait_for() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let at = format!("127.0.0.1:{port}");
+    let _registry = Running::start(&["bootstrap", "--host", "127.0.0.1", "--port", &port.to_string()]);
+    let mut prefill = Running::start(&[&["prefill", "--bootstrap", &at], &SMALL[..]].concat());
+    prefill.until("the other side needs the same workload options");
+    // A decode that was refused proves that prefill had stated its workload.
+    let e = error(&[&["decode", "--bootstrap", &at, "--seed", "9"], &SMALL[..]].concat());
+    assert!(e.contains("seed 9 on decode"), "{e}");
+    drop(prefill);
+    let e = error(&[&["decode", "--bootstrap", &at, "--connect-timeout", "1"], &SMALL[..]].concat());
+    assert!(e.contains("has ended: no sign of life") || e.contains("no prefill tp0 pp0 came"), "{e}");
+}

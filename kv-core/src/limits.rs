@@ -12,6 +12,10 @@ pub struct Limits {
     pub max_chunks_per_room: usize,
     /// Writes in flight in one shard; more wait in the rooms.
     pub max_ops_in_flight: usize,
+    /// Writes in flight to one peer: one that stalls leaves the others their share.
+    pub max_ops_per_peer: usize,
+    /// Bytes of page lists kept for rooms whose sender does not exist yet.
+    pub max_early_bytes: usize,
     /// Registered peers (decode ranks) of one manager.
     pub max_peers: usize,
     /// Decode endpoints one room may have.
@@ -46,7 +50,9 @@ impl Default for Limits {
             max_rooms: 1 << 20,
             max_early_rooms: 1 << 16,
             max_chunks_per_room: 4096,
-            max_ops_in_flight: 1024,
+            max_ops_in_flight: 4096,
+            max_ops_per_peer: 512,
+            max_early_bytes: 256 << 20,
             max_peers: 16_384,
             max_peers_per_room: 256,
             max_sockets: 16_384,

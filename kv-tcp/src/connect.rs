@@ -1,5 +1,6 @@
 //! Connecting to a peer: blocking, on the caller's (connector) thread.
 
+use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -30,25 +31,23 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
     // The same generation again: it may have registered more. (Identity is the generation, not the address.)
     for peer in inner.all_peers() {
         if peer.name == blob.name && peer.live() && !peer.closing.load(Ordering::Acquire) {
+            if !peer.admission.matches(&blob.admission) || peer.host != blob.host {
+                return Err(bad(&"a connected peer has that name, and this is not its metadata"));
+            }
             peer.set_regions(blob.regions);
             return Ok(peer.id);
-        }
-        // Another generation at its endpoint: the old one goes before the new one comes.
-        if peer.endpoint == descriptor.endpoint && peer.name != blob.name {
-            let text = format!("{} at {} was succeeded by {}", peer.name, peer.endpoint, blob.name);
-            peer.lose(inner, TransportError::new(ErrorKind::PeerLost, text));
-            if peer.host.succeeded_by(&blob.host) {
-                inner.keeper.post(Task::Proven(peer, Settlement::PeerGenerationDead));
-            }
         }
     }
     inner.keeper.post(Task::Retry(blob.name.clone()));
 
     let session = Key::random().map_err(|e| failure(ErrorKind::Unavailable, "random numbers", e))?;
-    let mut lanes = inner.all_lanes();
-    let first = lanes.first().map_or(NO_LANE, |l| l.index);
+    let first = inner.all_lanes().first().map_or(NO_LANE, |l| l.index);
     let (sock, address, welcome) = open(inner, &blob, &session, first)?;
     let sock = Arc::new(sock);
+    if welcome.host != Some(blob.host) {
+        return Err(bad(&format!("at {address}, another process answers than its metadata describes")));
+    }
+    succeed(inner, descriptor, &blob, address);
 
     let direct = match welcome.verdict {
         Verdict::Direct => Ok(()),
@@ -67,26 +66,37 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
             data.push(Arc::new(dial(Purpose::Data)?.0));
         }
     }
-    let tie = inner.tie();
-    // Lanes may have come meanwhile; from here on none does.
-    lanes = inner.all_lanes();
-    let mut links = Vec::new();
-    let mut spare = Some(Arc::clone(&sock));
-    for lane in lanes {
-        if lane.index == first {
-            spare = None;
-            links.push((lane, Arc::clone(&sock)));
-        } else {
-            let (sock, _) = dial(Purpose::Lane { lane: lane.index })?;
-            links.push((lane, Arc::new(sock)));
+    // Lanes may come while others are dialled: dial for those that are known, and look again with the door closed.
+    let mut dialled = HashMap::from([(first, sock)]);
+    let (tie, lanes) = loop {
+        let tie = inner.tie();
+        let lanes = inner.all_lanes();
+        let missing: Vec<u32> = lanes.iter().map(|l| l.index).filter(|l| !dialled.contains_key(l)).collect();
+        if missing.is_empty() {
+            break (tie, lanes);
         }
-    }
+        drop(tie);
+        for lane in missing {
+            dialled.insert(lane, Arc::new(dial(Purpose::Lane { lane })?.0));
+        }
+    };
     // Two connectors may have raced for the same generation: the first one's session stays.
     if let Some(winner) = inner.all_peers().into_iter().find(|p| p.name == blob.name && p.live())
         && !winner.closing.load(Ordering::Acquire)
     {
         winner.set_regions(blob.regions);
         return Ok(winner.id);
+    }
+    let links: Vec<_> =
+        lanes.into_iter().filter_map(|lane| dialled.remove(&lane.index).map(|sock| (lane, sock))).collect();
+    // Without lanes, the connection that opened the session keeps it alive. Those of other lanes that went away
+    // meanwhile end in order, so that the session does not end with them.
+    let spare = dialled.remove(&first);
+    for sock in dialled.into_values() {
+        let mut bye = Vec::new();
+        frame::put(&mut bye, Kind::Bye, |_| {});
+        // A connection that takes no 8 bytes is broken, and so is its session.
+        let _ = (&*sock).write_all(&bye);
     }
     let sockets = links.iter().map(|l| &l.1).chain(&data).map(Arc::downgrade).collect();
     // Spread over the workers, starting at another one for every peer.
@@ -128,6 +138,26 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
     drop(tie);
     tracing::debug!(peer = peer.name, %address, direct = ?peer.direct, "connected");
     Ok(peer.id)
+}
+
+/// Another generation at a peer's endpoint takes its place: the old one goes before the new one comes.
+///
+/// Metadata comes with a registration that anybody can send, so it proves nothing. What counts here was answered: the
+/// successor was called, by the address where the old one was, and said with its own name which process on which boot
+/// it is. Nothing of a peer is touched otherwise. Where we can see the old process ourselves, not even that proves its
+/// death: its pidfd does, or the fence.
+fn succeed(inner: &Arc<Inner>, descriptor: &PeerDescriptor, new: &Blob, address: SocketAddr) {
+    for old in inner.all_peers() {
+        let place = old.endpoint == descriptor.endpoint && old.address.ip() == address.ip();
+        if old.name == new.name || !place || !old.host.succeeded_by(&new.host) {
+            continue;
+        }
+        let text = format!("{} at {} was succeeded by {}", old.name, old.endpoint, new.name);
+        old.lose(inner, TransportError::new(ErrorKind::PeerLost, text));
+        if old.host.gone(&inner.host) != Some(false) {
+            inner.keeper.post(Task::Proven(old, Settlement::PeerGenerationDead));
+        }
+    }
 }
 
 /// A connection of one more lane to a peer.

@@ -152,7 +152,7 @@ impl Drop for PullJob {
             None if *self.copied.get_mut() == self.plan.total() => {
                 frame::put_ack(&mut bytes, self.op, Status::Done, "");
             }
-            None => frame::put_ack(&mut bytes, self.op, Status::Failed, "the target shut down"),
+            None => frame::put_ack(&mut bytes, self.op, Status::Failed, "the target did not finish it"),
         }
         self.out.send(&bytes);
     }

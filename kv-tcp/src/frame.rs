@@ -3,7 +3,7 @@
 //! | kind | from | body |
 //! |---|---|---|
 //! | HELLO | source | who I am, whom I want, what this connection is for |
-//! | WELCOME | target | verdict, and whether direct copies work |
+//! | WELCOME | target | verdict, whether direct copies work, and which process it is |
 //! | PULL | source | op + plan with source addresses: the target copies |
 //! | WRITE | source | op + stripe + plan, followed by the stripe's bytes outside the frame |
 //! | ACK | target | op + how it ended: nothing of it is in progress any more |
@@ -183,11 +183,13 @@ pub(crate) enum Verdict {
     Fenced,
 }
 
-/// Verdict and explanation.
+/// Verdict and explanation, and which process answers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Welcome {
     pub verdict: Verdict,
     pub text: String,
+    /// The process that answers, when it takes the connection in: so it is not only its metadata that says so.
+    pub host: Option<HostIdentity>,
 }
 
 impl Welcome {
@@ -202,6 +204,9 @@ impl Welcome {
                 Verdict::Fenced => 5,
             });
             out.put_text(&self.text, MAX_TEXT);
+            if let Some(host) = &self.host {
+                host.encode(out);
+            }
         });
     }
 
@@ -217,8 +222,9 @@ impl Welcome {
             _ => return Err(Malformed("unknown verdict")),
         };
         let text = r.text(MAX_TEXT)?.to_owned();
+        let host = if r.0.is_empty() { None } else { Some(HostIdentity::decode(&mut r)?) };
         r.end()?;
-        Ok(Self { verdict, text })
+        Ok(Self { verdict, text, host })
     }
 }
 

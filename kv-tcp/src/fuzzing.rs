@@ -108,7 +108,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
     use crate::blob::RemoteRegion;
     use crate::frame::{Purpose, Status, Verdict};
     use crate::host::HostIdentity;
-    use kv_core::ids::RegionId;
+    use kv_core::ids::{ProcessGeneration, RegionId};
     use kv_core::memory::RegisteredRegion;
     use kv_core::plan::{EntryPair, PlanGroup, Run, WritePlan};
 
@@ -126,6 +126,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
             admission: Key([3; 16]),
             session: Key([4; 16]),
             source: "p-1".into(),
+            process: ProcessGeneration(6),
             host,
             direct: true,
             nonce_addr: 77,
@@ -136,7 +137,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
     let verdicts =
         [Verdict::Direct, Verdict::Tcp, Verdict::NotMe, Verdict::Denied, Verdict::NoSession, Verdict::Fenced];
     for verdict in verdicts {
-        Welcome { verdict, text: "why".into() }.encode(&mut stream);
+        Welcome { verdict, text: "why".into(), host: Some(host) }.encode(&mut stream);
     }
     for status in [Status::Done, Status::Refused, Status::Failed] {
         frame::put_ack(&mut stream, 5, status, "because");

@@ -52,13 +52,26 @@ impl HostIdentity {
         }
     }
 
-    /// Whether `successor`, found at the same endpoint, proves that this generation is gone: same boot of the same
-    /// host, other process.
+    /// Whether `successor` is another process on the same boot of the same host: found at the same endpoint, it has taken
+    /// this generation's place.
     pub fn succeeded_by(&self, successor: &Self) -> bool {
         self.shares_pids(successor)
             && self.start != 0
             && successor.start != 0
             && (self.pid, self.start) != (successor.pid, successor.start)
+    }
+
+    /// Whether this process is gone, when that can be seen from here: `None` when it runs (or ran) elsewhere. A zombie
+    /// counts as there; only a pidfd tells that it has exited.
+    pub fn gone(&self, local: &Self) -> Option<bool> {
+        if !local.shares_pids(self) || self.start == 0 {
+            return None;
+        }
+        Some(match start_time(self.pid) {
+            Some(start) => start != self.start,
+            // `/proc` may hide other users' processes; a signal's target is never hidden.
+            None => !sys::pid_exists(self.pid),
+        })
     }
 
     /// A handle on this very process, when it runs on our host: opened by number, then checked by start time, so that
@@ -190,6 +203,18 @@ mod tests {
         assert!(predecessor.open(&me).is_none());
         assert!(predecessor.succeeded_by(&me));
         assert!(!me.succeeded_by(&me));
+    }
+
+    #[test]
+    fn a_process_is_gone_only_where_that_can_be_seen() {
+        let me = HostIdentity::local();
+        assert_eq!(me.gone(&me), Some(false));
+        assert_eq!(HostIdentity { start: me.start.wrapping_sub(1), ..me }.gone(&me), Some(true));
+        // Above the largest number a process can have.
+        assert_eq!(HostIdentity { pid: 1 << 23, ..me }.gone(&me), Some(true));
+        assert_eq!(HostIdentity { pid_ns: 1, ..me }.gone(&me), None);
+        assert_eq!(HostIdentity { boot_id: [7; 16], ..me }.gone(&me), None);
+        assert_eq!(HostIdentity { start: 0, ..me }.gone(&me), None);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,7 @@ use proptest::prelude::*;
 use crate::blob::{Blob, Key, RemoteRegion};
 use crate::frame::{self, HEAD, Hello, Kind, OpHead, Purpose, Status, Verdict, Welcome};
 use crate::host::HostIdentity;
+use crate::inbound::PANICS;
 use crate::plan::Plan;
 use crate::{HostArena, TcpConfig, TcpTransport};
 
@@ -114,7 +116,7 @@ fn verdict(s: &mut TcpStream) -> Verdict {
 }
 
 /// The next frame; `None` at the end of the stream.
-fn next(s: &mut TcpStream) -> Option<(Kind, Vec<u8>)> {
+pub(crate) fn next(s: &mut TcpStream) -> Option<(Kind, Vec<u8>)> {
     let mut head = [0; HEAD];
     s.read_exact(&mut head).ok()?;
     let (kind, len) = frame::head(&head).unwrap().unwrap();
@@ -358,6 +360,55 @@ fn cat_f61_bad_frames_end_their_connection_only() {
     t.still_serves();
 }
 
+/// Catalogue F62: with one worker for everybody, a fault in the handling of one peer is that peer's alone.
+#[test]
+fn cat_f62_a_panic_in_one_connections_handler_ends_that_connection_only() {
+    let t = target(TcpConfig { workers: 1, ..TcpConfig::loopback() });
+    let r = t.blob.regions[0];
+    let mut bystander = t.join(Purpose::Open { lane: 0 }, Key([7; 16]));
+    for n in 1..=3u8 {
+        let mut bytes = Vec::new();
+        Hello { source: PANICS.into(), ..t.hello(Purpose::Open { lane: 0 }, Key([n; 16])) }.encode(&mut bytes);
+        let mut s = t.dial(&bytes);
+        assert_eq!(verdict(&mut s), Verdict::Tcp);
+        s.write_all(&write_frame(&r, r.addr, 100, Kind::Write)).unwrap();
+        assert!(next(&mut s).is_none(), "the connection ends");
+        t.untouched();
+        // Its session is quiet: the fence is answered.
+        let mut fence = Vec::new();
+        t.hello(Purpose::Fence, Key([n; 16])).encode(&mut fence);
+        assert_eq!(verdict(&mut t.dial(&fence)), Verdict::Fenced);
+        t.still_serves();
+    }
+    let stats = t.transport.stats();
+    assert_eq!(stats.panics, 3);
+    let mut bytes = write_frame(&r, r.addr, 100, Kind::Write);
+    bytes.extend_from_slice(&[1; 100]);
+    bystander.write_all(&bytes).unwrap();
+    assert_eq!(frame::ack(&next(&mut bystander).unwrap().1).unwrap().1, Status::Done);
+}
+
+/// A worker that cannot wait leaves no connection open that nobody reads, and serves again when it can.
+#[test]
+fn cat_f62_a_worker_whose_wait_fails_closes_its_connections_and_recovers() {
+    let t = target(TcpConfig { workers: 1, ..TcpConfig::loopback() });
+    let mut peer = t.join(Purpose::Open { lane: 0 }, Key([1; 16]));
+    let worker = &t.transport.inner().workers[0];
+    let ep = worker.ep.as_raw_fd();
+    let other = std::fs::File::open("/dev/null").unwrap();
+    // SAFETY: plain descriptors; `kept` is ours.
+    let kept = unsafe { libc::dup(ep) };
+    assert!(kept >= 0);
+    // SAFETY: plain descriptors: the set's number stands for another file for a while.
+    assert_eq!(unsafe { libc::dup2(other.as_raw_fd(), ep) }, ep);
+    worker.wake();
+    assert!(next(&mut peer).is_none(), "the connection ends");
+    assert_eq!(t.transport.stats().sessions, 0);
+    // SAFETY: as above.
+    assert!(unsafe { libc::dup2(kept, ep) == ep && libc::close(kept) == 0 });
+    t.still_serves();
+}
+
 /// A target in another container, by hand: it takes the session, then its host is gone without a word. No proof comes,
 /// attempts end (catalogue F53), the source's memory is free at once; and when it is back and connected again, the old
 /// session is fenced first.
@@ -378,7 +429,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
     let welcome = |s: &mut TcpStream, verdict| -> Hello {
         let (_, body) = next(s).unwrap();
         let mut out = Vec::new();
-        Welcome { verdict, text: String::new() }.encode(&mut out);
+        Welcome { verdict, text: String::new(), host: Some(host) }.encode(&mut out);
         s.write_all(&out).unwrap();
         Hello::decode(&body).unwrap()
     };
@@ -452,7 +503,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
                 assert_eq!(fence, hello.session.0 == session.0, "a session is never opened again");
                 let mut out = Vec::new();
                 let verdict = if fence { Verdict::Fenced } else { Verdict::Tcp };
-                Welcome { verdict, text: String::new() }.encode(&mut out);
+                Welcome { verdict, text: String::new(), host: (!fence).then_some(host) }.encode(&mut out);
                 s.write_all(&out).unwrap();
                 kept.push(s);
             }

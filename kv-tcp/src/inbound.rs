@@ -223,6 +223,8 @@ impl Inbound {
             return Err(Malformed("frame too long").into());
         }
         let Some(body) = data.get(HEAD..HEAD + len) else { return Ok(0) };
+        #[cfg(test)]
+        assert!(kind != Kind::Write || self.peer_name() != PANICS, "a fault for a test");
         match (&self.role, kind) {
             (Role::Stranger, Kind::Hello) => self.hello(cx, body)?,
             (Role::Member { lane: Some(_), .. }, Kind::Pull) => self.pull(cx, body)?,
@@ -242,7 +244,7 @@ impl Inbound {
         let refuse = |verdict, text: &str| {
             stats::add(&inner.counters.handshakes_refused, 1);
             let mut bytes = Vec::new();
-            Welcome { verdict, text: text.to_owned() }.encode(&mut bytes);
+            Welcome { verdict, text: text.to_owned(), host: None }.encode(&mut bytes);
             self.out.send(&bytes);
             Err(End::Done)
         };
@@ -282,7 +284,7 @@ impl Inbound {
         let verdict = if session.direct.is_some() { Verdict::Direct } else { Verdict::Tcp };
         self.role = Role::Member { hold, lane };
         let mut bytes = Vec::new();
-        Welcome { verdict, text }.encode(&mut bytes);
+        Welcome { verdict, text, host: Some(inner.host) }.encode(&mut bytes);
         self.out.send(&bytes);
         Ok(())
     }
@@ -416,8 +418,9 @@ impl Inbound {
             let mut rest = &data[..n as usize];
             while let Some(piece) = inc.cursor.next(&inc.plan, rest.len() as u64) {
                 let (now, later) = rest.split_at(piece.len as usize);
-                // SAFETY: the plan was authorised against `held`, which keeps the memory mapped; nobody holds
-                // references into registered memory (contract of `MemoryOwner`).
+                // SAFETY: the plan was authorised against `held`, which keeps the memory mapped. Contract of `MemoryOwner`:
+                // nobody holds references into it, and its owner expects others to write it at any time, as another
+                // process does; whoever looks meanwhile does so by means that allow for that.
                 unsafe { sys::write_mem(piece.dst, now) };
                 rest = later;
             }
@@ -508,6 +511,10 @@ impl Inbound {
         Ok(())
     }
 }
+
+/// A source of this name makes the handler of its writes panic.
+#[cfg(test)]
+pub(crate) const PANICS: &str = "makes its handler panic";
 
 const GONE: &str = "the region is not registered any more";
 

@@ -1,7 +1,8 @@
 //! The keeper: one thread that looks for proof of quiet after a session was lost, and for peers whose kernel is gone.
 //!
 //! Proof is one of: the process's exit, seen through its pidfd; the target's own word that the session is fenced; a
-//! successor of the process at the same endpoint of the same host; the target's goodbye. Silence is no proof.
+//! successor that answered at the same endpoint of the same host, when that host is not ours; the target's goodbye.
+//! Silence is no proof, and no claim in a registration is.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -18,6 +19,7 @@ use crate::frame::{self, Kind, Purpose, Verdict, Welcome};
 use crate::peer::Peer;
 use crate::sys::{self, Epoll, EventFd};
 use crate::transport::Inner;
+use crate::worker::guarded;
 
 const FENCED: Settlement = Settlement::Settled { src_quiet: true, dst_quiet: true };
 const FIRST_RETRY: Duration = Duration::from_millis(50);
@@ -163,6 +165,8 @@ impl Lost {
 
     /// Returns true when nothing is left to prove.
     fn step(&mut self, inner: &Inner) -> bool {
+        #[cfg(test)]
+        assert!(self.peer.name != crate::inbound::PANICS, "a fault for a test");
         // Every lane has taken note, and nothing was in flight: there is nothing to prove. (Lanes first: an op that was
         // accepted just before its lane took note is counted before the lane's link goes.)
         if self.peer.links.load(Ordering::SeqCst) == 0 && self.peer.open.load(Ordering::SeqCst) == 0 {
@@ -231,6 +235,12 @@ impl Lost {
         }
     }
 
+    /// A fault while looking for its proof: it stays unproven, and is looked at again after a while.
+    fn fault(&mut self) {
+        self.attempt = None;
+        self.next_try = Some(Instant::now() + LAST_RETRY);
+    }
+
     fn next(&self) -> Option<Instant> {
         self.attempt.as_ref().map(|a| a.until).or(self.next_try)
     }
@@ -247,13 +257,14 @@ pub(crate) fn run(inner: &Arc<Inner>) {
     while !inner.stop.load(Ordering::Acquire) {
         let next = lost.iter().filter_map(Lost::next).min().map_or(next_watch, |t| t.min(next_watch));
         events.clear();
-        if keeper.ep.wait(&mut events, Some(next.saturating_duration_since(Instant::now()))).is_err() {
-            tracing::error!("the keeper of the transport stops: no lost session is settled any more");
-            break;
+        if let Err(e) = keeper.ep.wait(&mut events, Some(next.saturating_duration_since(Instant::now()))) {
+            // Cannot happen with a valid set. Everything is looked at in every round, so lost sessions still end.
+            tracing::error!(error = %e, "the keeper of the transport cannot wait; trying again");
+            std::thread::sleep(FIRST_RETRY);
         }
         keeper.wake.drain();
         for task in std::mem::take(&mut *keeper.inbox.lock().unwrap_or_else(PoisonError::into_inner)) {
-            match task {
+            guarded(inner, "a lost session", || match task {
                 Task::Lost(peer) => lost.push(Lost::new(inner, peer)),
                 Task::Proven(peer, settlement) => {
                     if let Some(l) = lost.iter_mut().find(|l| l.peer.id == peer.id) {
@@ -262,10 +273,13 @@ pub(crate) fn run(inner: &Arc<Inner>) {
                 }
                 Task::Look => {}
                 Task::Retry(name) => lost.iter_mut().filter(|l| l.peer.name == name).for_each(|l| l.retry(inner)),
-            }
+            });
         }
         lost.retain_mut(|l| {
-            let done = l.step(inner);
+            let mut done = false;
+            if !guarded(inner, "a lost session", || done = l.step(inner)) {
+                l.fault();
+            }
             if done {
                 if let (true, Some(fd)) = (l.watched, &l.peer.pidfd) {
                     keeper.ep.remove(fd.as_raw_fd());
@@ -276,7 +290,7 @@ pub(crate) fn run(inner: &Arc<Inner>) {
         });
         if next_watch <= Instant::now() {
             next_watch = Instant::now() + watch;
-            watch_kernels(inner, &mut suspects);
+            guarded(inner, "the watch over peers' kernels", || watch_kernels(inner, &mut suspects));
         }
     }
     drop(lost);

@@ -40,8 +40,9 @@
 //!
 //! *The fence*: a new connection asks the target to end the old session. The target closes the session's connections,
 //! lets its running copies end, and only then answers; nothing of the session can write after that, whatever is still in
-//! a socket. *Death*: the process's exit seen through a pidfd; or another process registered at the same endpoint of the
-//! same booted host; or the target's own goodbye when it shuts down.
+//! a socket. *Death*: the process's exit seen through a pidfd; or, where its pids are not ours to see, another process
+//! that answers for the same endpoint, at the same address, and is on the same boot of that host; or the target's own
+//! goodbye when it shuts down. What a registration merely claims settles nothing.
 //! A connection is lost when it is closed or reset, or when the peer's *kernel* acknowledges nothing for
 //! [`TcpConfig::dead_after`]. The kernel answers for a stopped process too, so slowness is never taken for death.
 //!
@@ -76,6 +77,8 @@ mod plan;
 mod region;
 mod session;
 mod stats;
+#[cfg(test)]
+mod succession_tests;
 mod sys;
 mod transport;
 mod worker;

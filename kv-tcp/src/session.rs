@@ -274,7 +274,7 @@ impl Sessions {
 
     fn answer_fence(&self, out: &ConnOut) {
         let mut bytes = Vec::new();
-        Welcome { verdict: Verdict::Fenced, text: String::new() }.encode(&mut bytes);
+        Welcome { verdict: Verdict::Fenced, text: String::new(), host: None }.encode(&mut bytes);
         stats::add(&self.counters.fences_answered, 1);
         out.send(&bytes);
     }

@@ -40,6 +40,8 @@ stats! {
     bytes_discarded,
     /// Frames that could not be read; each closed its connection.
     frames_malformed,
+    /// Panics caught in the transport's own threads; each closed the connection it came from, and no other.
+    panics,
     /// Ops refused: wrong key, outside the region, or the region is gone.
     ops_refused,
     /// Connections turned away at the handshake.

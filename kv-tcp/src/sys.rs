@@ -4,6 +4,7 @@
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// One contiguous piece of memory: the layout of `struct iovec`.
@@ -153,6 +154,13 @@ pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     own(libc::c_int::try_from(fd).unwrap_or(-1))
 }
 
+/// Whether any process has this number now.
+pub(crate) fn pid_exists(pid: u32) -> bool {
+    let Ok(pid) = libc::pid_t::try_from(pid) else { return false };
+    // SAFETY: no pointers; signal 0 is none.
+    pid > 0 && (unsafe { libc::kill(pid, 0) } == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH))
+}
+
 /// Whether the process of a pidfd has exited.
 pub(crate) fn pidfd_exited(fd: &OwnedFd) -> bool {
     let mut p = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
@@ -218,27 +226,65 @@ pub(crate) unsafe fn recv_segs(fd: RawFd, segs: &[Seg]) -> io::Result<usize> {
     check_len(unsafe { libc::recvmsg(fd, &raw mut m, libc::MSG_DONTWAIT) })
 }
 
-/// Write `data` at `addr`.
-///
-/// # Safety
-/// `addr .. addr + data.len()` is mapped and writable and no reference into it is held.
-pub(crate) unsafe fn write_mem(addr: u64, data: &[u8]) {
-    // SAFETY: the caller's promise; our own buffers never overlap registered memory.
-    unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), addr as usize as *mut u8, data.len()) };
+const WORD: usize = size_of::<usize>();
+
+/// How many of `len` bytes at `addr` lie before the first whole aligned word.
+fn lead(addr: usize, len: usize) -> usize {
+    (addr.wrapping_neg() % WORD).min(len)
 }
 
-/// Append `len` bytes at `addr` to `out`.
+/// Write `data` at `addr`, as another process would: by relaxed atomic stores, whole aligned words where there are such.
+///
+/// Registered memory is shared: code of this process may read or write the same bytes meanwhile (a peer writes when it
+/// likes, and we are only its hand), and `HostArena` lets safe code do so. So these are no plain stores, which would be
+/// a data race; such a reader sees a mixture of old and new bytes, as it does when the kernel receives straight into
+/// the pages. No byte outside the range is touched.
 ///
 /// # Safety
-/// `addr .. addr + len` is mapped and readable.
+/// `addr .. addr + data.len()` is mapped and writable, no reference into it is held, and this process touches it
+/// meanwhile, if at all, by atomics or through the kernel.
+pub(crate) unsafe fn write_mem(addr: u64, data: &[u8]) {
+    let addr = addr as usize;
+    let (head, rest) = data.split_at(lead(addr, data.len()));
+    let (words, tail) = rest.as_chunks::<WORD>();
+    let bytes = |at: usize, data: &[u8]| {
+        for (n, b) in data.iter().enumerate() {
+            // SAFETY: one byte of the range the caller promised.
+            unsafe { AtomicU8::from_ptr((at + n) as *mut u8) }.store(*b, Ordering::Relaxed);
+        }
+    };
+    bytes(addr, head);
+    let at = addr + head.len();
+    for (n, w) in words.iter().enumerate() {
+        // SAFETY: a whole word of the range, aligned, since `at` is.
+        let word = unsafe { AtomicUsize::from_ptr((at + n * WORD) as *mut usize) };
+        word.store(usize::from_ne_bytes(*w), Ordering::Relaxed);
+    }
+    bytes(at + words.len() * WORD, tail);
+}
+
+/// Append `len` bytes at `addr` to `out`: by relaxed atomic loads, for the reason given at [`write_mem`].
+///
+/// # Safety
+/// `addr .. addr + len` is mapped, readable and (atomics are made of it) writable, and this process writes it meanwhile,
+/// if at all, by atomics or through the kernel.
 pub(crate) unsafe fn read_mem(addr: u64, len: usize, out: &mut Vec<u8>) {
     out.reserve(len);
-    let at = out.len();
-    // SAFETY: room was reserved above; the source is the caller's promise.
-    unsafe {
-        std::ptr::copy_nonoverlapping(addr as usize as *const u8, out.as_mut_ptr().add(at), len);
-        out.set_len(at + len);
+    let (mut at, end) = (addr as usize, addr as usize + len);
+    let byte = |at: usize| {
+        // SAFETY: one byte of the range the caller promised.
+        unsafe { AtomicU8::from_ptr(at as *mut u8) }.load(Ordering::Relaxed)
+    };
+    let first = at + lead(at, len);
+    out.extend((at..first).map(byte));
+    at = first;
+    while end - at >= WORD {
+        // SAFETY: a whole word of the range, aligned, since `first` is.
+        let word = unsafe { AtomicUsize::from_ptr(at as *mut usize) };
+        out.extend_from_slice(&word.load(Ordering::Relaxed).to_ne_bytes());
+        at += WORD;
     }
+    out.extend((at..end).map(byte));
 }
 
 /// Let any process of this user read our memory, where Yama restricts that to children (scope 1).
@@ -314,4 +360,32 @@ pub(crate) fn interface_addresses() -> io::Result<Vec<IpAddr>> {
 /// Whether a CPU other than ours can be had: the number this process may run on.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HostArena;
+
+    #[test]
+    fn memory_is_written_and_read_exactly_at_every_cut() {
+        let arena = HostArena::new(64).unwrap();
+        let data: Vec<u8> = (1..=40).collect();
+        for from in 0..20 {
+            for len in 0..=40 {
+                arena.write_at(0, &[0xee; 64]);
+                let addr = arena.as_ptr() as u64 + from as u64;
+                let mut out = vec![7];
+                // SAFETY: inside the arena, which only this thread touches.
+                unsafe {
+                    write_mem(addr, &data[..len]);
+                    read_mem(addr, len, &mut out);
+                }
+                let mut want = vec![0xee; 64];
+                want[from..from + len].copy_from_slice(&data[..len]);
+                assert_eq!(arena.to_vec(0, 64), want, "{from}+{len}");
+                assert_eq!(out[1..], data[..len], "{from}+{len}");
+            }
+        }
+    }
 }

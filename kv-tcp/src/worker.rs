@@ -2,11 +2,14 @@
 //!
 //! Work is cut into slices of about 1 MiB, and between two slices the worker looks at every connection that is ready:
 //! so nobody waits behind somebody else's large op.
+//!
+//! Each event is handled behind a guard: a panic ends the connection it came from, and the worker goes on (catalogue F62).
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -27,6 +30,22 @@ const LISTEN: u64 = 1;
 pub(crate) const FIRST_TOKEN: u64 = 16;
 /// How long the listener rests when the process is out of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Pauses of a worker that cannot wait, each twice the one before.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Run one event of one of our threads. False when it panicked: what it was about is in an unknown state and must go.
+pub(crate) fn guarded(inner: &Inner, what: &str, event: impl FnOnce()) -> bool {
+    let ended = catch_unwind(AssertUnwindSafe(event));
+    if let Err(payload) = &ended {
+        let text = payload.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("(no text)");
+        stats::add(&inner.counters.panics, 1);
+        tracing::error!(panic = text, "a fault in {what}: its connection is closed");
+    }
+    ended.is_ok()
+}
 
 /// What other threads ask of a worker.
 pub(crate) enum Msg {
@@ -85,6 +104,7 @@ impl WorkerShared {
 }
 
 /// Memory a worker uses again and again.
+#[derive(Default)]
 pub(crate) struct Scratch {
     pub read: Vec<u8>,
     pub discard: Vec<u8>,
@@ -93,6 +113,12 @@ pub(crate) struct Scratch {
     pub local: Vec<Seg>,
     pub remote: Vec<Seg>,
     pub acks: Vec<u8>,
+}
+
+impl Scratch {
+    fn new() -> Self {
+        Self { read: vec![0; inbound::READ], ..Self::default() }
+    }
 }
 
 /// What the handlers of a connection may use.
@@ -138,43 +164,82 @@ impl Worker {
             conns: HashMap::new(),
             greeting: VecDeque::new(),
             jobs: VecDeque::new(),
-            scratch: Scratch {
-                read: vec![0; inbound::READ],
-                discard: Vec::new(),
-                plan: Plan::default(),
-                held: Vec::new(),
-                local: Vec::with_capacity(crate::copy::MAX_SEGS),
-                remote: Vec::with_capacity(crate::copy::MAX_SEGS),
-                acks: Vec::new(),
-            },
+            scratch: Scratch::new(),
         })
     }
 
     /// Run until the transport stops.
     pub fn run(mut self) -> Remains {
         let mut events: Vec<Event> = Vec::with_capacity(128);
+        let mut pause = FIRST_PAUSE;
         while !self.inner.stop.load(Ordering::Acquire) {
             let timeout = self.timeout();
             self.me.idle.store(timeout != Some(Duration::ZERO), Ordering::Relaxed);
             events.clear();
-            if let Err(e) = self.me.ep.wait(&mut events, timeout) {
-                // Cannot happen with a valid set; without it this worker could only spin.
-                tracing::error!(error = %e, "a worker of the transport stops");
-                break;
+            match self.me.ep.wait(&mut events, timeout) {
+                Ok(()) => pause = FIRST_PAUSE,
+                Err(e) => {
+                    // Cannot happen with a valid set. What waits for this worker is still looked at, now and then.
+                    tracing::error!(error = %e, "a worker of the transport cannot wait; trying again");
+                    std::thread::sleep(pause);
+                    pause = (pause * 2).min(LAST_PAUSE);
+                    if pause == LAST_PAUSE {
+                        // Peers must not wait for answers on connections that nobody reads.
+                        self.close_all();
+                    }
+                    events.push(Event { token: WAKE, readable: true, writable: false });
+                }
             }
             self.me.idle.store(false, Ordering::Relaxed);
             for event in &events {
                 match event.token {
                     WAKE => self.inbox(),
-                    LISTEN => self.accept(),
-                    token => self.ready(token, *event),
+                    LISTEN => self.guard("accepting connections", None, Self::accept),
+                    token => self.guard("a connection", Some(token), |w| w.ready(token, *event)),
                 }
             }
-            self.slice();
-            self.deadlines();
+            if !self.jobs.is_empty() {
+                // A job that panics is dropped, which answers that it failed.
+                self.guard("a copy", None, Self::slice);
+            }
+            self.guard("the deadlines", None, Self::deadlines);
         }
         self.jobs.clear();
         Remains(std::mem::take(&mut self.conns))
+    }
+
+    /// Do something, for connection `token` where it has one; when that panics, close it.
+    fn guard(&mut self, what: &str, token: Option<u64>, event: impl FnOnce(&mut Self)) {
+        let inner = Arc::clone(&self.inner);
+        if guarded(&inner, what, || event(self)) {
+            return;
+        }
+        // It may have been taken out, and may hold answers of that connection.
+        self.scratch = Scratch::new();
+        if let Some(token) = token {
+            guarded(&inner, "closing a connection", || self.fault(token));
+        }
+    }
+
+    /// Close a connection whose handler panicked, and tell its peer.
+    fn fault(&mut self, token: u64) {
+        match self.conns.remove(&token) {
+            Some(Conn::In(conn)) => {
+                stats::sub(&self.inner.counters.connections_in, 1);
+                conn.close();
+            }
+            Some(Conn::Out(out)) => {
+                self.me.ep.remove(out.fd());
+                out.lost(&self.inner, &io::Error::other("a fault in its handler"));
+            }
+            None => {}
+        }
+    }
+
+    fn close_all(&mut self) {
+        for token in self.conns.keys().copied().collect::<Vec<_>>() {
+            self.guard("closing a connection", Some(token), |w| w.fault(token));
+        }
     }
 
     fn timeout(&self) -> Option<Duration> {
@@ -197,20 +262,28 @@ impl Worker {
     fn inbox(&mut self) {
         self.me.wake.drain();
         for msg in self.me.take() {
-            match msg {
-                Msg::Accepted(sock) => self.adopt(sock),
-                Msg::Data { token, sock, peer } => self.add_data(token, sock, peer),
-                Msg::Send(token, stripe) => match self.conns.get_mut(&token) {
-                    Some(Conn::Out(out)) => {
-                        out.push(stripe);
-                        self.drive(token);
-                    }
-                    // The connection is gone; dropping the stripe tells its peer.
-                    _ => drop(stripe),
-                },
-                Msg::Close(token) => self.close(token),
-                Msg::Job(part) => self.jobs.push_back(part),
-            }
+            let token = match &msg {
+                Msg::Data { token, .. } | Msg::Send(token, _) | Msg::Close(token) => Some(*token),
+                Msg::Accepted(_) | Msg::Job(_) => None,
+            };
+            self.guard("a message", token, |w| w.message(msg));
+        }
+    }
+
+    fn message(&mut self, msg: Msg) {
+        match msg {
+            Msg::Accepted(sock) => self.adopt(sock),
+            Msg::Data { token, sock, peer } => self.add_data(token, sock, peer),
+            Msg::Send(token, stripe) => match self.conns.get_mut(&token) {
+                Some(Conn::Out(out)) => {
+                    out.push(stripe);
+                    self.drive(token);
+                }
+                // The connection is gone; dropping the stripe tells its peer.
+                _ => drop(stripe),
+            },
+            Msg::Close(token) => self.close(token),
+            Msg::Job(part) => self.jobs.push_back(part),
         }
     }
 

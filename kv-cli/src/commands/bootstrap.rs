@@ -5,15 +5,16 @@ use std::process::ExitCode;
 use crate::cli::BootstrapArgs;
 use crate::driver::agreement;
 use crate::error::{CliError, Result};
+use crate::out;
 
 /// Run it.
 pub fn run(args: &BootstrapArgs, json: bool) -> Result<ExitCode> {
     let server = agreement::serve(&args.host, args.port)?;
     let addr = server.local_addr();
     if json {
-        println!("{}", serde_json::json!({ "ok": true, "address": addr.to_string() }));
+        out::line(serde_json::json!({ "ok": true, "address": addr.to_string() }))?;
     } else {
-        println!("bootstrap server on {addr}; end it with Ctrl-C");
+        out::line(format_args!("bootstrap server on {addr}; end it with Ctrl-C"))?;
     }
     wait_for_signal()?;
     server.shutdown();
@@ -22,7 +23,7 @@ pub fn run(args: &BootstrapArgs, json: bool) -> Result<ExitCode> {
 
 /// Block until SIGINT or SIGTERM.
 fn wait_for_signal() -> Result<()> {
-    let fail = |e: std::io::Error| CliError::new(format!("cannot wait for signals: {e}"));
+    let fail = |e: std::io::Error| CliError::new(format!("cannot wait for signals: {e}")).hint_by_cause("");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(fail)?;
     runtime.block_on(async {
         let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()).map_err(fail)?;

@@ -14,6 +14,7 @@ use crate::driver::scheduler::{Progress, RunConfig, Scheduler};
 use crate::error::{CliError, Result};
 use crate::memory::mem_available;
 use crate::model::{KvKind, ModelSpec};
+use crate::out;
 use crate::pattern::Pattern;
 use crate::plan_requests::{Budget, Plan};
 use crate::report::Recorder;
@@ -55,6 +56,12 @@ impl Workload {
         if args.requests == 0 {
             return Err(CliError::new("--requests 0 leaves nothing to do").hint("give 1 or more"));
         }
+        if args.concurrency == 0 {
+            return Err(CliError::new("--concurrency 0 lets no room run").hint("give 1 or more"));
+        }
+        if args.max_tokens == Some(0) {
+            return Err(CliError::new("--max-tokens 0 cuts every request to nothing").hint("give 1 or more"));
+        }
         if args.share_src && pattern != PatternArg::Sglang {
             return Err(CliError::new("--share-src is for --pattern sglang").hint(
                 "the keyed pattern shares source pages by block hash already: use --trace synthetic:tokens=N,shared",
@@ -66,7 +73,7 @@ impl Workload {
         }
         let budget = Budget::new(&model, shape, mem_available()?, args.pool_mib, sides)?;
         let plan = Plan::new(&requests, model.page_tokens, budget.pool_pages, args.max_tokens)?;
-        if let Some(notice) = plan.clamp_notice(budget.pool_pages) {
+        if let Some(notice) = plan.clamp_notice(budget.pool_pages, args.max_tokens) {
             eprintln!("{notice}");
         }
         let pattern = match pattern {
@@ -165,7 +172,8 @@ pub fn replay(args: &ReplayArgs, json: bool, seed: u64, pattern: PatternArg) -> 
     Shape::check_pair(args.prefill, args.decode)?;
     let workload = Workload::prepare(&args.workload, args.prefill, 2, seed, pattern)?;
     eprintln!(
-        "{} requests of {} in {} waves; pools of {} pages ({} MiB a side)",
+        "{} requests of {} in {} waves (a wave: requests whose pages fit the pools together); pools of {} pages ({} MiB \
+         a side)",
         workload.plan.requests.len(),
         workload.model.name,
         workload.plan.waves.len(),
@@ -236,9 +244,9 @@ pub fn finish(recorder: &Recorder, transport: &str, model: &str, json: bool) -> 
         for note in &recorder.notes {
             eprintln!("{note}");
         }
-        println!("{}", report.json()?);
+        out::line(report.json()?)?;
     } else {
-        print!("{}", report.table(recorder));
+        out::text(&report.table(recorder))?;
     }
     Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::cli::{PatternArg, RoleArgs};
 use crate::commands::replay::{Bar, Workload, await_ready, finish};
-use crate::driver::agreement;
+use crate::driver::agreement::{self, Statement};
 use crate::driver::builtin::BuiltIn;
 use crate::driver::fleet::Fleet;
 use crate::driver::protocol::{BootstrapAt, Role};
@@ -59,22 +59,28 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
         eprintln!("bootstrap server on {at}");
     }
     let stated = workload.stated(args.workload.max_tokens, shape);
-    match role {
+    // Held until the run is over: it says that this prefill lives.
+    let _statement = match role {
         Role::Prefill => {
-            let at = served.as_ref().unwrap_or(&registry);
-            agreement::state(at, role, &stated)?;
+            let at = served.unwrap_or(registry);
             // A decode that differs may come at any time before the first room is through.
-            agreement::watch(at.clone(), stated, |e| {
-                eprintln!("kvt: {}", e.one_line());
-                std::process::exit(1);
-            })?;
+            Some(Statement::new(at, rank, stated, end)?)
         }
-        Role::Decode => agreement::agree(&registry, &stated, Duration::from_secs(args.connect_timeout))?,
-    }
+        Role::Decode => {
+            agreement::agree(&registry, rank, &stated, Duration::from_secs(args.connect_timeout))?.watch(end)?;
+            None
+        }
+    };
     let mut bar = Bar::new(workload.plan.requests.len() as u64);
     let recorder = Scheduler::new(&mut fleet, &workload.run, &mut bar)?.run(&workload.plan);
     bar.close();
     finish(&recorder?, transport, &workload.model.name, json)
+}
+
+/// End the program from a thread beside the run.
+fn end(e: CliError) {
+    eprintln!("kvt: {}", e.one_line());
+    std::process::exit(1);
 }
 
 /// Wait until something accepts connections at `at`: the two sides may be started in any order.

@@ -10,6 +10,7 @@ use kv_core::wire::{self, Dialect, MooncakeDialect, MoriDialect, NixlDialect};
 
 use crate::cli::{DialectArg, WireDecodeArgs};
 use crate::error::{CliError, Result};
+use crate::out;
 
 /// Largest input, bytes.
 const MAX_INPUT: u64 = 256 << 20;
@@ -29,10 +30,10 @@ pub fn run(args: &WireDecodeArgs, json: bool) -> Result<ExitCode> {
         DialectArg::Tcp => &tcp,
     };
     for frames in &messages {
-        print!("{}", wire::describe(dialect, frames));
+        out::text(&wire::describe(dialect, frames))?;
     }
     if json {
-        println!("{}", serde_json::json!({ "ok": true, "messages": messages.len() }));
+        out::line(serde_json::json!({ "ok": true, "messages": messages.len() }))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -47,8 +47,8 @@ fn tcp(config: &WorkerConfig) -> Result<Backend> {
         // Peers come to the address the control socket has, too.
         tcp.bind = (ip, 0).into();
     }
-    let transport =
-        TcpTransport::new(tcp).map_err(|e| CliError::new(format!("cannot start the tcp transport: {e}")))?;
+    let transport = TcpTransport::new(tcp)
+        .map_err(|e| CliError::new(format!("cannot start the tcp transport: {e}")).hint_by_cause(""))?;
     let transport = Arc::new(transport);
     let counted = Arc::clone(&transport);
     let arrived = move || {

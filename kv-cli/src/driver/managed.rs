@@ -141,8 +141,9 @@ pub fn prefill(config: &WorkerConfig, backend: Backend, memory: &Arc<KvMemory>) 
         },
         ..PrefillConfig::default()
     };
-    let manager = PrefillManager::start(manager_config, backend.transport, backend.hooks, layout)
-        .map_err(|e| failed("cannot start prefill", e).hint("see --host: it must be an address of this machine"))?;
+    let manager = PrefillManager::start(manager_config, backend.transport, backend.hooks, layout).map_err(|e| {
+        failed("cannot start prefill", e).hint_by_cause("see --host: it must be an address of this machine")
+    })?;
     let (server, addr) = match &config.bootstrap {
         BootstrapAt::Serve(addr) => {
             let (host, port) = split_host_port(addr).map_err(|e| failed("--serve-bootstrap", e))?;
@@ -155,7 +156,7 @@ pub fn prefill(config: &WorkerConfig, backend: Backend, memory: &Arc<KvMemory>) 
     let (host, port) = split_host_port(&addr).map_err(|e| failed("--bootstrap", e))?;
     manager
         .register(&RegistrationConfig::new(host, port))
-        .map_err(|e| failed("cannot register", e).hint(format!("is `kvt bootstrap` running at {addr}?")))?;
+        .map_err(|e| failed("cannot register", e).hint_by_cause(format!("is `kvt bootstrap` running at {addr}?")))?;
     let fd = manager.subscribe().map_err(|e| failed("cannot watch rooms", e))?;
     let bootstrap = server.is_some().then(|| addr.clone());
     let engine = ManagedPrefill {
@@ -282,8 +283,9 @@ pub fn decode(config: &WorkerConfig, backend: Backend, memory: &Arc<KvMemory>) -
         heartbeat_interval: Duration::from_secs(config.heartbeat_s),
         ..DecodeConfig::default()
     };
-    let manager = DecodeManager::start(manager_config, backend.transport, backend.hooks, layout)
-        .map_err(|e| failed("cannot start decode", e).hint("see --host: it must be an address of this machine"))?;
+    let manager = DecodeManager::start(manager_config, backend.transport, backend.hooks, layout).map_err(|e| {
+        failed("cannot start decode", e).hint_by_cause("see --host: it must be an address of this machine")
+    })?;
     let fd = manager.subscribe().map_err(|e| failed("cannot watch rooms", e))?;
     Ok(Box::new(ManagedDecode { manager, bootstrap, rooms: Rooms::new(fd), rows, arrived: backend.arrived }))
 }

@@ -40,6 +40,8 @@ pub(crate) struct Peer<K> {
     pub(crate) pairing: Option<Arc<Pairing>>,
     pub(crate) link: Link,
     pub(crate) posts: VecDeque<Post<K>>,
+    /// Writes to it without an outcome.
+    pub(crate) in_flight: usize,
     /// Losses and failed attempts since it was last connected.
     pub(crate) failures: u32,
     pub(crate) last_used: Timestamp,

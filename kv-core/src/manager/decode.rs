@@ -32,7 +32,16 @@ pub(super) struct Inner {
 
 impl Inner {
     pub(super) fn submit(&self, command: DecodeCommand) {
-        self.engine.submit(command);
+        self.engine.enqueue(command);
+        self.engine.kick();
+    }
+
+    pub(super) fn enqueue(&self, command: DecodeCommand) {
+        self.engine.enqueue(command);
+    }
+
+    pub(super) fn kick(&self) {
+        self.engine.kick();
     }
 
     pub(super) fn backend(&self) -> &'static str {

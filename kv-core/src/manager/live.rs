@@ -44,8 +44,9 @@ impl LiveRooms {
         Ok(life)
     }
 
-    /// The handle is done with it. With `hold`, the number stays taken until the shard says it is free.
-    pub(super) fn give_back(&self, room: &RoomShared, hold: bool) {
+    /// The handle is done with it. With `hold`, the number stays taken until the shard says it is free. `enqueue` puts
+    /// the clear into the shard's queue before anybody can take the number and queue its next life.
+    pub(super) fn give_back(&self, room: &RoomShared, hold: bool, enqueue: impl FnOnce()) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(t) = taken.get_mut(&room.room()).filter(|t| t.life == room.life()) {
             if hold {
@@ -54,6 +55,7 @@ impl LiveRooms {
                 taken.remove(&room.room());
             }
         }
+        enqueue();
     }
 
     /// The shard is done with it.

@@ -1,7 +1,6 @@
 //! Decode's handle of one room.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::decode::Inner;
@@ -33,15 +32,26 @@ pub struct KvReceiver {
     manager: Arc<Inner>,
     shared: Arc<RoomShared>,
     bootstrap_addr: String,
-    started: AtomicBool,
-    cleared: AtomicBool,
+    stage: Mutex<Stage>,
     fake: bool,
+}
+
+/// How far the handle has got. Locked while a command is queued, so that `init()` and `clear()` from two threads reach
+/// the shard in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    New,
+    Started,
+    Cleared,
 }
 
 impl KvReceiver {
     pub(super) fn new(manager: Arc<Inner>, shared: Arc<RoomShared>, bootstrap_addr: String, fake: bool) -> Self {
-        let (started, cleared) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { manager, shared, bootstrap_addr, started, cleared, fake }
+        Self { manager, shared, bootstrap_addr, stage: Mutex::new(Stage::New), fake }
+    }
+
+    fn stage(&self) -> MutexGuard<'_, Stage> {
+        self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Find out prefill's ranks and register with them; the room turns WaitingForInput, or Failed with the reason.
@@ -50,12 +60,21 @@ impl KvReceiver {
     /// # Errors
     /// [`RoomError::Order`] when called twice.
     pub fn init(&self, prefill_dp_rank: Option<u32>) -> Result<(), RoomError> {
-        if self.started.swap(true, Ordering::AcqRel) {
-            return Err(RoomError::Order { room: self.room(), what: "init() was called twice" });
+        let mut stage = self.stage();
+        let what = match *stage {
+            Stage::New => None,
+            Stage::Started => Some("init() was called twice"),
+            Stage::Cleared => Some("init() after clear()"),
+        };
+        if let Some(what) = what {
+            return Err(RoomError::Order { room: self.room(), what });
         }
+        *stage = Stage::Started;
         if !self.fake {
             let (shared, bootstrap_addr) = (self.shared.clone(), self.bootstrap_addr.clone());
-            self.manager.submit(DecodeCommand::Create { shared, bootstrap_addr, prefill_dp_rank });
+            self.manager.enqueue(DecodeCommand::Create { shared, bootstrap_addr, prefill_dp_rank });
+            drop(stage);
+            self.manager.kick();
         }
         Ok(())
     }
@@ -85,7 +104,7 @@ impl KvReceiver {
             let backend = self.manager.backend();
             return Err(RoomError::NotSupported { room, what: "a host destination", backend });
         }
-        if !self.started.load(Ordering::Acquire) {
+        if *self.stage() == Stage::New {
             return Err(RoomError::Order { room, what: "send_metadata() before init()" });
         }
         if !self.fake {
@@ -145,14 +164,22 @@ impl KvReceiver {
     /// Let go of the room. A room that has not ended is concluded Failed (D3); a terminal state keeps its value. The
     /// number is free at once, or when the pages are.
     pub fn clear(&self) {
-        if self.cleared.swap(true, Ordering::AcqRel) || self.fake {
+        let mut stage = self.stage();
+        let before = std::mem::replace(&mut *stage, Stage::Cleared);
+        if before == Stage::Cleared || self.fake {
             return;
         }
-        let started = self.started.load(Ordering::Acquire);
-        // Free at once when its pages are; the queue keeps this clear before anything that reuses the number.
-        self.manager.live.give_back(&self.shared, started && !self.shared.releasable());
+        let started = before == Stage::Started;
+        // The number is free at once when its pages are.
+        let hold = started && !self.shared.releasable();
+        self.manager.live.give_back(&self.shared, hold, || {
+            if started {
+                self.manager.enqueue(DecodeCommand::Clear(self.shared.clone()));
+            }
+        });
+        drop(stage);
         if started {
-            self.manager.submit(DecodeCommand::Clear(self.shared.clone()));
+            self.manager.kick();
         } else {
             self.shared.conclude_unstarted();
         }
@@ -163,7 +190,7 @@ impl KvReceiver {
         if self.poll() == KvPoll::Success {
             return None;
         }
-        if self.poll() != KvPoll::Failed && !self.fake && self.started.load(Ordering::Acquire) {
+        if self.poll() != KvPoll::Failed && !self.fake && *self.stage() == Stage::Started {
             // Asked before this rank knows of a failure: another rank's failed (C5).
             self.manager.submit(DecodeCommand::Fail(self.shared.clone(), Failure::elsewhere()));
             self.wait_timeout(Duration::from_secs(5));

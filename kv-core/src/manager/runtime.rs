@@ -5,9 +5,10 @@
 //! taken, the holder looks at the queue again after it unlocked, so no command is left behind. Transports whose
 //! `submit` blocks are never run inline.
 
+use std::cell::Cell;
 use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -44,22 +45,28 @@ impl Step for DecodeShard {
     }
 }
 
-struct Cell<S: Step> {
+struct Runner<S: Step> {
     shard: S,
     control: ZmqControl,
     commands: Vec<S::Command>,
+    /// What the last step asked for, whoever ran it.
+    next: NextWake,
 }
 
 /// A shard with its queue and its thread.
 pub(super) struct Engine<S: Step> {
     queue: Mutex<Vec<S::Command>>,
-    cell: Mutex<Option<Cell<S>>>,
+    cell: Mutex<Option<Runner<S>>>,
     wake: Arc<WakeFd>,
     inline: bool,
     clock: Arc<dyn Clock>,
     stop: AtomicBool,
     /// When the thread will wake by itself, ns; 0 while it is awake.
     sleeps_until: AtomicU64,
+    /// The thread is about to run the shard: what is queued by then, it takes.
+    thread_waits: AtomicBool,
+    /// The lane has a descriptor that wakes the thread.
+    lane_wakes: AtomicBool,
     /// News of all rooms, for a reader that subscribed.
     events: OnceLock<Events>,
 }
@@ -73,6 +80,17 @@ struct Events {
 /// A lane without a wake fd is looked at this often while writes are in flight.
 const LANE_POLL: Duration = Duration::from_micros(50);
 const MAX_MESSAGES: usize = 256;
+/// Commands in the queue beyond which a caller waits for the shard.
+const MAX_QUEUE: usize = 1024;
+/// Other callers' commands that one caller carries out before it leaves them to the thread.
+const MAX_INLINE_STEPS: usize = 16;
+/// After a step that panicked, the next one comes with the next input, or after this time.
+const AFTER_PANIC: Duration = Duration::from_millis(100);
+
+thread_local! {
+    /// This thread runs a shard: a waker that calls back into a handle must not wait for it.
+    static IN_STEP: Cell<bool> = const { Cell::new(false) };
+}
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // A panic in one step must not stop the others (F62): the data is still usable.
@@ -91,6 +109,8 @@ impl<S: Step> Engine<S> {
             clock,
             stop: AtomicBool::new(false),
             sleeps_until: AtomicU64::new(0),
+            thread_waits: AtomicBool::new(false),
+            lane_wakes: AtomicBool::new(false),
             events: OnceLock::new(),
         }))
     }
@@ -114,7 +134,7 @@ impl<S: Step> Engine<S> {
         control: ZmqControl,
         inbox: ZmqInbox,
     ) -> std::io::Result<JoinHandle<()>> {
-        *lock(&self.cell) = Some(Cell { shard, control, commands: Vec::new() });
+        *lock(&self.cell) = Some(Runner { shard, control, commands: Vec::new(), next: NextWake::default() });
         let engine = self.clone();
         std::thread::Builder::new().name(name.to_owned()).spawn(move || engine.run(inbox))
     }
@@ -149,9 +169,13 @@ impl<S: Step> Engine<S> {
         }
     }
 
-    /// Hand over a command. Never blocks for longer than one step of the shard.
-    pub(super) fn submit(&self, command: S::Command) {
+    /// Queue a command; [`kick`](Self::kick) has it carried out. Never blocks.
+    pub(super) fn enqueue(&self, command: S::Command) {
         lock(&self.queue).push(command);
+    }
+
+    /// See to it that what is queued is carried out: here, or by the thread. Takes no longer than one step.
+    pub(super) fn kick(&self) {
         if self.inline {
             self.run_inline();
         } else {
@@ -161,7 +185,7 @@ impl<S: Step> Engine<S> {
 
     /// Hand over a command from a thread that must not run the shard (it is called by the shard, or by a runtime).
     pub(super) fn post(&self, command: S::Command) {
-        lock(&self.queue).push(command);
+        self.enqueue(command);
         self.wake.wake();
     }
 
@@ -178,44 +202,60 @@ impl<S: Step> Engine<S> {
     }
 
     fn run_inline(&self) {
-        loop {
+        for _ in 0..MAX_INLINE_STEPS {
+            // Pairs with the fence in `run`: either the thread is seen to wait, and then it finds the command, or not.
+            fence(Ordering::SeqCst);
+            // Callers that are faster than the shard wait their turn, so that the queue stays short.
+            let crowded = lock(&self.queue).len() > MAX_QUEUE && !IN_STEP.get();
+            if self.thread_waits.load(Ordering::SeqCst) && !crowded {
+                return;
+            }
             let mut cell = match self.cell.try_lock() {
                 Ok(cell) => cell,
                 Err(TryLockError::Poisoned(e)) => e.into_inner(),
+                Err(TryLockError::WouldBlock) if crowded => lock(&self.cell),
                 Err(TryLockError::WouldBlock) => return,
             };
             let next = self.step(&mut cell, &mut Vec::new());
-            drop(cell);
+            // Under the cell's lock: the thread reads `next` and says how long it sleeps under it, too.
             let wakes_at = self.sleeps_until.load(Ordering::Acquire);
-            if next.again || next.at.is_some_and(|at| at.as_nanos() < wakes_at) {
+            let sooner = next.at.is_some_and(|at| at.as_nanos() < wakes_at);
+            if next.again || sooner || (next.in_flight && !self.lane_wakes.load(Ordering::Relaxed)) {
                 self.wake.wake();
             }
+            drop(cell);
             if lock(&self.queue).is_empty() {
                 return;
             }
         }
+        self.wake.wake();
     }
 
-    fn step(&self, cell: &mut Option<Cell<S>>, messages: &mut Vec<Multipart>) -> NextWake {
+    fn step(&self, cell: &mut Option<Runner<S>>, messages: &mut Vec<Multipart>) -> NextWake {
         let Some(cell) = cell else { return NextWake::default() };
         for m in messages.drain(..) {
             cell.control.push_incoming(m);
         }
         std::mem::swap(&mut *lock(&self.queue), &mut cell.commands);
         let now = self.clock.now();
+        IN_STEP.set(true);
         let result = catch_unwind(AssertUnwindSafe(|| cell.shard.step(now, &mut cell.control, &mut cell.commands)));
+        IN_STEP.set(false);
         cell.commands.clear();
         if let Some(events) = self.events.get() {
             events.queue.flush();
         }
-        result.unwrap_or_else(|_| {
+        cell.next = result.unwrap_or_else(|_| {
             tracing::error!("a step of the shard panicked; its input is lost, other rooms go on");
-            NextWake { again: true, ..NextWake::default() }
-        })
+            // Not at once: a panic that repeats must not eat a core.
+            NextWake { at: Some(now + AFTER_PANIC), ..NextWake::default() }
+        });
+        cell.next
     }
 
     fn run(self: Arc<Self>, mut inbox: ZmqInbox) {
         let lane_fd = lock(&self.cell).as_ref().and_then(|c| c.shard.lane_fd());
+        self.lane_wakes.store(lane_fd.is_some(), Ordering::Relaxed);
         let mut messages = Vec::new();
         while !self.stop.load(Ordering::Acquire) {
             if let Err(error) = inbox.recv(MAX_MESSAGES, &mut messages) {
@@ -223,19 +263,33 @@ impl<S: Step> Engine<S> {
                 std::thread::sleep(Duration::from_millis(10));
             }
             let full = messages.len() >= MAX_MESSAGES;
-            let next = self.step(&mut lock(&self.cell), &mut messages);
+            // Callers that run the shard inline must not keep its thread, which alone reads messages, out of it.
+            self.thread_waits.store(true, Ordering::SeqCst);
+            let mut cell = lock(&self.cell);
+            self.thread_waits.store(false, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
+            let next = self.step(&mut cell, &mut messages);
+            drop(cell);
             if full || next.again {
                 continue;
             }
-            let now = self.clock.now();
-            let mut timeout = next.at.map(|at| at.since(now));
-            if next.in_flight && lane_fd.is_none() {
+            self.wake.arm();
+            // A caller may have stepped the shard meanwhile: its wish counts, and it must see how long we sleep.
+            let next = {
+                let cell = lock(&self.cell);
+                let next = cell.as_ref().map_or(next, |c| c.next);
+                self.sleeps_until.store(next.at.map_or(u64::MAX, Timestamp::as_nanos), Ordering::Release);
+                next
+            };
+            let mut timeout = next.at.map(|at| at.since(self.clock.now()));
+            if next.again {
+                timeout = Some(Duration::ZERO);
+            } else if next.in_flight && lane_fd.is_none() {
                 timeout = Some(timeout.unwrap_or(LANE_POLL).min(LANE_POLL));
             }
-            self.sleeps_until.store(next.at.map_or(u64::MAX, Timestamp::as_nanos), Ordering::Release);
-            self.wake.arm();
-            if !lock(&self.queue).is_empty() {
+            if !lock(&self.queue).is_empty() || self.stop.load(Ordering::Acquire) {
                 self.wake.disarm();
+                self.sleeps_until.store(0, Ordering::Release);
                 continue;
             }
             let fds = [Some(self.wake.fd()), lane_fd];

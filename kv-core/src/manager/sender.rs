@@ -146,8 +146,9 @@ impl KvSender {
     /// Let go of the room: its number is free for the next one. A terminal state keeps its value (C3).
     pub fn clear(&self) {
         if !self.cleared.swap(true, Ordering::AcqRel) && !self.fake {
-            self.manager.live.give_back(&self.shared, false);
-            self.manager.submit(PrefillCommand::Clear(self.shared.clone()));
+            let clear = PrefillCommand::Clear(self.shared.clone());
+            self.manager.live.give_back(&self.shared, false, || self.manager.enqueue(clear));
+            self.manager.kick();
         }
     }
 

@@ -12,7 +12,8 @@ use crate::memory::MemoryKind;
 /// Print a message of this dialect: direction, kind and fields, then the frames. What cannot be read is printed with the
 /// reasons from both directions. Ends with a newline; at most a few hundred bytes for each frame.
 ///
-/// A message is taken for one to prefill first; no message of the built-in dialects can be read both ways.
+/// A message is taken for one to prefill first. No message that a peer of the built-in dialects writes can be read both
+/// ways; one that is made up can (Mori's status with frames behind it).
 pub fn describe(dialect: &dyn Dialect, frames: &[Bytes]) -> String {
     let mut print = Print(String::new());
     // Writing to a string does not fail.

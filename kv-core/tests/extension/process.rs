@@ -129,7 +129,7 @@ fn r_f4_the_transports_word_that_the_process_is_dead_is_proof() {
         assert!(!r.releasable());
         let name = w.p[0].name.clone();
         w.d[0].dead_sources.lock().unwrap().insert(process(&name).process);
-        w.advance(secs(2));
+        w.advance(secs(5));
         assert!(r.releasable());
         assert_eq!((w.d[0].stats.released_with_proof.get(), w.d[0].stats.released_without_proof.get()), (1, 0));
         w.abandon();
@@ -150,14 +150,19 @@ fn r_f4_a_successor_at_the_same_endpoint_is_proof() {
 }
 
 #[test]
-fn r_f4_a_successor_in_the_registry_is_proof_on_the_same_host_alone() {
-    for (host, proven) in [("10.0.0.1", true), ("10.0.0.2", false)] {
+fn r_f4_a_successor_in_the_registry_is_proof_at_the_same_endpoint_alone() {
+    let (first, _) = orphaned();
+    let at = first.p[0].endpoint.clone();
+    first.abandon();
+    // A process beside it proves nothing: the one before may only be stopped, and write again.
+    let beside = Endpoint::new(at.host(), at.port() + 1);
+    for (endpoint, proven) in [(at, true), (beside, false), (Endpoint::new("10.0.0.2", 9999), false)] {
         let (mut w, r) = orphaned();
         w.advance(secs(65));
         assert!(!r.releasable(), "nobody has taken its place");
-        registry_says(&w, "prefill-0-again", &Endpoint::new(host, 9999));
+        registry_says(&w, "prefill-0-again", &endpoint);
         w.advance(secs(30));
-        assert_eq!(r.releasable(), proven, "{host}");
+        assert_eq!(r.releasable(), proven, "{endpoint}");
         // Asked for once a turn, whatever the number of rooms.
         assert!(w.d[0].directory.fetches() <= 5, "{}", w.d[0].directory.fetches());
         w.abandon();

@@ -140,3 +140,24 @@ fn cat_f21_expiry_and_completion_in_one_tick_release_once_in_every_order() {
         }
     }
 }
+
+#[test]
+fn r_f2_retained_writes_do_not_take_the_place_of_other_rooms_writes() {
+    let mut spec = WorldSpec::default();
+    spec.limits.max_ops_in_flight = 1;
+    let mut w = held_world(spec);
+    let (s, r, op) = in_flight(&mut w);
+    w.p[0].transport.unresolve(op);
+    w.run();
+    let (s2, r2) = w.open(8, &[6]);
+    w.send(0, &s2[0], &[3], 0, true);
+    w.run();
+    let next = w.p[0].transport.only().id;
+    w.p[0].transport.complete(next);
+    w.run();
+    assert_eq!((s2[0].poll(), r2[0].poll()), (SUCCESS, SUCCESS));
+    w.close(&s2, &r2);
+    w.p[0].transport.settle(op, true, true);
+    w.run();
+    one(&mut w, &s, &r);
+}

@@ -6,7 +6,9 @@ use axum::http::{Method, Request};
 use kv_core::bootstrap::server::{BootstrapConfig, router};
 use kv_core::bootstrap::types::*;
 use kv_core::bootstrap::{RegistryTable, TableConfig, address};
+use kv_core::ids::ProcessGeneration;
 use kv_core::time::Timestamp;
+use kv_core::wire::ExtPeer;
 use kv_testkit::vectors;
 use serde_json::Value;
 use tower::ServiceExt as _;
@@ -48,7 +50,7 @@ pub const WORDS: &[&[u8]] = &[
 /// One body, by the parser that the first byte names.
 pub fn json(data: &[u8]) {
     let mut input = Input::new(data);
-    let kind = input.below(8);
+    let kind = input.below(9);
     let body = input.rest();
     match kind {
         0 => {
@@ -95,7 +97,12 @@ pub fn json(data: &[u8]) {
                 assert!(address::split_host_port(&registered).is_ok(), "{registered:?}");
             }
         }
-        _ => table(body),
+        7 => table(body),
+        _ => {
+            if let Some(peer) = ExtPeer::from_text(&String::from_utf8_lossy(body)) {
+                assert_eq!(ExtPeer::from_text(&peer.to_text()), Some(peer));
+            }
+        }
     }
 }
 
@@ -212,6 +219,7 @@ pub fn json_seeds() -> Vec<Vec<u8>> {
     for text in ["10.0.0.7:8998", "[::1]:80", "[fe80::1%eth0]:1", "p.example:65535"] {
         out.push([b"\x06", text.as_bytes()].concat());
     }
+    out.push([b"\x08", ExtPeer::new(ProcessGeneration(u128::MAX)).to_text().as_bytes()].concat());
     // Two ranks of one server, then another server, then a room.
     let rows = [
         row(&[("attn_tp_rank", 0.into())]),

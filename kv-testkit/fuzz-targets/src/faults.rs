@@ -35,6 +35,7 @@ pub const ALL: &[Mutant] = &[
     Mutant::ReleaseAtAbort,
     Mutant::ReleaseAtFailedStatus,
     Mutant::ReleaseAtClear,
+    Mutant::RepeatedAbortTakesPagesBack,
     Mutant::PartialPublishForgotten,
     Mutant::ReleaseWithoutProof,
     Mutant::SuccessKeepsPages,

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::directory::{PrefillPeers, PrefillRecord};
-use kv_core::ids::{PrefillRank, Room};
+use kv_core::ids::{PrefillRank, ProcessGeneration, Room};
 use kv_core::net::Endpoint;
 use kv_core::poll::KvPoll;
 use kv_core::room::*;
 use kv_core::time::Timestamp;
-use kv_core::wire::KvStatus;
+use kv_core::wire::{ExtPeer, KvStatus, RoomTag};
 
 use crate::input::Input;
 
@@ -20,12 +20,19 @@ struct Model {
     room: ReceiverRoom,
     now: Timestamp,
     generation: u64,
-    proof: bool,
+    policy: ReleasePolicy,
+    tags: bool,
+    /// How many of the first ranks are ours.
+    ours: u32,
     /// Ranks of the answer, the dummies last; and how many must report.
     records: u32,
     required: u32,
     contacted: u32,
     succeeded: BTreeSet<u32>,
+    /// A rank said that it wrote none of the pages: the ranks do not add up.
+    partial: bool,
+    /// A tag was wrong.
+    torn: bool,
     acked: BTreeSet<u32>,
     aborts: u32,
     released: u32,
@@ -48,20 +55,30 @@ pub fn run(data: &[u8]) {
 
 impl Model {
     fn new(i: &mut Input<'_>) -> Self {
-        let proof = i.flag();
-        let release = if proof { ReleasePolicy::Proof } else { ReleasePolicy::AckOrTimeout(RELEASE) };
+        let kind = i.u8();
+        let release = match kind & 9 {
+            0 => ReleasePolicy::AckOrTimeout(RELEASE),
+            1 => ReleasePolicy::Proof,
+            _ => ReleasePolicy::PerPeer(RELEASE),
+        };
+        let tags = kind & 2 != 0;
         let policy = Arc::new(ReceiverPolicy { waiting_timeout: Duration::from_secs(200), release });
         let records = 1 + i.below(4) as u32;
         let required = 1 + i.below(records as usize) as u32;
+        let room = ReceiverRoom::new(room_number(), policy);
         Self {
-            room: ReceiverRoom::new(Room::new(42).expect("a room number"), policy),
+            room: if tags { room.checking_tags(GENERATION, GEOMETRY) } else { room },
             now: Timestamp::ZERO,
             generation: 0,
-            proof,
+            policy: release,
+            tags,
+            ours: if kind & 4 != 0 { 1 } else { records },
             records,
             required,
             contacted: 0,
             succeeded: BTreeSet::new(),
+            partial: false,
+            torn: false,
             acked: BTreeSet::new(),
             aborts: 0,
             released: 0,
@@ -81,6 +98,7 @@ impl Model {
             tp_rank: rank,
             pp_rank: 0,
             is_dummy: rank >= self.required,
+            ext: (rank < self.ours).then(|| ExtPeer::new(ProcessGeneration(7))),
         };
         ReceiverEvent::Peers(Ok(Arc::new(PrefillPeers {
             bootstrap_addr: "p:8998".into(),
@@ -128,15 +146,31 @@ impl Model {
                 })));
             }
             5..=7 => {
-                if rank < self.required && self.room.published().is_some() && !self.room.poll().is_terminal() {
+                let counts = rank < self.required && self.room.published().is_some() && !self.room.poll().is_terminal();
+                let is_new = counts && !self.succeeded.contains(&rank);
+                if counts {
                     self.succeeded.insert(rank);
                 }
-                self.feed(said(rank, KvPoll::Success, None));
+                let kind = if self.tags { i.u8() } else { 0 };
+                if kind < 128 {
+                    return self.feed(said(rank, KvPoll::Success, None));
+                }
+                let tag = tag(kind % 8);
+                self.torn |= is_new && matches!(kind % 8, 0..=2);
+                self.partial |= is_new && kind % 8 == 3;
+                self.feed(ReceiverEvent::StatusOf(status(rank, KvPoll::Success, None), tag));
+                assert!(!self.torn || self.room.poll() == KvPoll::Failed, "a wrong tag was believed (H3)");
             }
             8 => match i.below(8) {
                 0 => self.feed(said(rank, KvPoll::Failed, Some("boom"))),
                 1 => self.feed(said(rank, KvPoll::Failed, None)),
                 2 => self.feed(said(rank, KvPoll::Transferring, None)),
+                5 => {
+                    if rank < self.contacted && self.room.armed_generation().is_some() {
+                        self.acked.insert(rank);
+                    }
+                    self.feed(ReceiverEvent::RankDead(PrefillRank(rank)));
+                }
                 3 => self.feed(ReceiverEvent::NodeLost("lost".into())),
                 4 => self.feed(ReceiverEvent::Fail(Failure::elsewhere())),
                 _ => {}
@@ -173,7 +207,12 @@ impl Model {
                     self.released += 1;
                     let all = self.acked.len() as u32 == self.contacted;
                     let late = self.armed_at.is_some_and(|t| t + RELEASE <= self.now);
-                    assert!(if *proven { all } else { late && !self.proof }, "released on nothing");
+                    let proof = match self.policy {
+                        ReleasePolicy::Proof => true,
+                        ReleasePolicy::AckOrTimeout(_) => false,
+                        ReleasePolicy::PerPeer(_) => self.contacted <= self.ours,
+                    };
+                    assert!(if *proven { all } else { late && !proof }, "released on nothing");
                 }
                 ReceiverEffect::Publish(_) => panic!("published twice"),
                 _ => {}
@@ -186,6 +225,7 @@ impl Model {
             assert_eq!(poll, self.seen, "a terminal state changed");
         } else if poll == KvPoll::Success {
             assert_eq!(self.succeeded.len() as u32, self.required, "Success without every rank (B1)");
+            assert!(!self.torn && !self.partial, "Success over a tag that does not match (H3)");
         } else if poll != KvPoll::Failed {
             assert!((self.succeeded.len() as u32) < self.required, "every rank reported, and it is not Success");
         }
@@ -220,9 +260,36 @@ impl Model {
     }
 }
 
-fn said(rank: u32, status: KvPoll, reason: Option<&str>) -> ReceiverEvent {
-    let reason = reason.map(str::to_owned);
-    ReceiverEvent::Status(KvStatus { room: 42, status, prefill_rank: PrefillRank(rank), reason })
+const GENERATION: u64 = 3;
+const GEOMETRY: u64 = 5;
+
+fn room_number() -> Room {
+    Room::new(42).expect("a room number")
+}
+
+/// The tag of a rank that wrote what was announced, with one thing changed.
+fn tag(kind: u8) -> Option<RoomTag> {
+    let head = TagHead {
+        room: room_number(),
+        generation: GENERATION + u64::from(kind == 1),
+        decode_prefix_len: 0,
+        geometry: GEOMETRY,
+        aux_index: (kind != 4).then_some(1),
+    };
+    let pages = match kind {
+        2 => PageSum::of(0, &[5, 4]),
+        3 => PageSum::default(),
+        _ => PageSum::of(0, &[4, 5]),
+    };
+    (kind != 0).then(|| pages.tag(&head))
+}
+
+fn status(rank: u32, status: KvPoll, reason: Option<&str>) -> KvStatus {
+    KvStatus { room: 42, status, prefill_rank: PrefillRank(rank), reason: reason.map(str::to_owned) }
+}
+
+fn said(rank: u32, of: KvPoll, reason: Option<&str>) -> ReceiverEvent {
+    ReceiverEvent::Status(status(rank, of, reason))
 }
 
 /// Lives that go well, are aborted and acked, released by time, and published in part.
@@ -239,5 +306,9 @@ pub fn seeds() -> Vec<Vec<u8>> {
         life([0, 2, 0], &[&peers, &[0, 3, 8], &ack(0)]),
         life([0, 0, 0], &[&peers, &publish, &[0, 13, 255], &[0, 8, 0]]),
         life([1, 0, 0], &[&[0, 2, 3], &peers]),
+        life([2, 0, 0], &[&peers, &publish, &[0, 5, 255]]),
+        life([2, 0, 0], &[&peers, &publish, &[0, 5, 128]]),
+        life([10, 1, 1], &[&peers, &publish, &[0, 5, 131], &[1, 5, 255], &[0, 8, 5], &[1, 8, 5]]),
+        life([12, 1, 0], &[&peers, &publish, &abort, &[0, 13, 40]]),
     ]
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::ids::{OpId, Room};
+use kv_core::ids::{OpId, ProcessGeneration, Room};
 use kv_core::net::Endpoint;
 use kv_core::poll::KvPoll;
 use kv_core::room::*;
@@ -22,14 +22,21 @@ struct Op {
     dst_quiet: bool,
 }
 
+/// An endpoint, and which life of the room it speaks for when it is one of ours.
+type Peer = (Endpoint, Option<u64>);
+
+fn peer(d: &Destination) -> Peer {
+    (d.endpoint.clone(), d.life.map(|life| life.generation))
+}
+
 struct Model {
     room: SenderRoom,
     now: Timestamp,
-    when_settled: bool,
+    policy: FailedStatusPolicy,
     /// Posts the room asked for.
     waiting: Vec<(u32, usize)>,
     ops: BTreeMap<(u32, usize), Op>,
-    told: BTreeMap<(Endpoint, KvPoll), u32>,
+    told: BTreeMap<(Peer, KvPoll), u32>,
     enqueued: u32,
     saw_last: bool,
     first_reason: Option<String>,
@@ -54,8 +61,11 @@ fn error() -> TransportError {
 
 impl Model {
     fn new(kind: u8) -> Self {
-        let when_settled = kind & 1 != 0;
-        let failed_status = if when_settled { FailedStatusPolicy::WhenSettled } else { FailedStatusPolicy::AtOnce };
+        let failed_status = match kind & 9 {
+            0 => FailedStatusPolicy::AtOnce,
+            1 => FailedStatusPolicy::WhenSettled,
+            _ => FailedStatusPolicy::PerPeer,
+        };
         let policy = SenderPolicy {
             bootstrap_timeout: Duration::from_secs(300),
             failed_status,
@@ -66,7 +76,7 @@ impl Model {
         Self {
             room: SenderRoom::new(room, Timestamp::ZERO, Arc::new(policy)),
             now: Timestamp::ZERO,
-            when_settled,
+            policy: failed_status,
             waiting: Vec::new(),
             ops: BTreeMap::new(),
             told: BTreeMap::new(),
@@ -91,7 +101,7 @@ impl Model {
 
     fn feed(&mut self, event: SenderEvent) {
         let late_metadata = match &event {
-            SenderEvent::Destination(d) if self.seen == KvPoll::Failed => Some(d.endpoint.clone()),
+            SenderEvent::Destination(d) if self.seen == KvPoll::Failed => Some(peer(d)),
             _ => None,
         };
         let mut effects = Vec::new();
@@ -104,16 +114,19 @@ impl Model {
             0 | 1 => {
                 let kind = i.u8();
                 // Names and endpoints need not go together.
-                let (name, port, required) = (1 + kind % 4, 1 + u16::from(kind / 4 % 4), i.below(6) as u32);
+                let (name, port, numbers) = (1 + kind % 4, 1 + u16::from(kind / 4 % 4), i.u8());
+                let life = |generation| RoomLife { process: ProcessGeneration(9), generation, geometry: 5 };
                 let is_dummy = kind & 64 != 0;
                 self.feed(SenderEvent::Destination(Destination {
                     name: format!("d{name}").into(),
                     endpoint: Endpoint::new("10.0.0.7", port),
                     pages: if is_dummy { [].into() } else { [0, 1, 2, 3].into() },
                     aux_index: (!is_dummy).then_some(0),
-                    required_dst_info_num: required,
+                    required_dst_info_num: u32::from(numbers % 6),
                     decode_prefix_len: (kind & 128 != 0).then_some(7),
                     is_dummy,
+                    writes_aux: true,
+                    life: (numbers >= 128).then(|| life(u64::from(numbers / 64))),
                 }));
             }
             2..=4 => {
@@ -222,22 +235,40 @@ impl Model {
         assert_eq!((self.room.poll(), self.room.outstanding()), (poll, outstanding), "stray news of {at:?}");
     }
 
-    fn check(&mut self, effects: &[SenderEffect], late_metadata: Option<Endpoint>) {
+    /// Decode must not hear of the failure yet.
+    fn withheld(&self, to: &Peer) -> bool {
+        let may_know = match self.policy {
+            FailedStatusPolicy::AtOnce => true,
+            FailedStatusPolicy::WhenSettled => false,
+            FailedStatusPolicy::PerPeer => to.1.is_some(),
+        };
+        !may_know && self.unquiet() > 0
+    }
+
+    fn status(&mut self, to: Peer, status: KvPoll, reason: bool, late_metadata: Option<&Peer>) {
+        assert!(status.is_terminal() && status == self.room.poll());
+        assert_eq!(reason, status == KvPoll::Failed);
+        if late_metadata == Some(&to) {
+            // C6: an answer, as often as asked; but never over a write that is withheld.
+            let known = self.room.destinations().iter().any(|d| !d.is_dummy && peer(d) == to);
+            assert!(!(known && self.withheld(&to)), "answered over a write");
+            return;
+        }
+        assert!(status != KvPoll::Failed || !self.withheld(&to), "told over a write that is not quiet");
+        *self.told.entry((to, status)).or_default() += 1;
+    }
+
+    fn check(&mut self, effects: &[SenderEffect], late_metadata: Option<Peer>) {
         for e in effects {
             match e {
                 SenderEffect::Post(chunk, dest) => self.waiting.push((*chunk, *dest)),
                 SenderEffect::Status(to, status, reason) => {
-                    assert!(status.is_terminal() && *status == self.room.poll());
-                    assert_eq!(reason.is_some(), *status == KvPoll::Failed);
-                    let withheld = self.when_settled && self.unquiet() > 0;
-                    if late_metadata.as_ref() == Some(to) {
-                        // C6: an answer, as often as asked; but never over a write that is withheld.
-                        let known = self.room.destinations().iter().any(|d| !d.is_dummy && d.endpoint == *to);
-                        assert!(!(withheld && known), "answered over a write");
-                        continue;
-                    }
-                    *self.told.entry((to.clone(), *status)).or_default() += 1;
-                    assert!(*status != KvPoll::Failed || !withheld, "told over a write that is not quiet");
+                    self.status((to.clone(), None), *status, reason.is_some(), late_metadata.as_ref());
+                }
+                SenderEffect::StatusOf { to, life, status, reason, tag } => {
+                    assert_eq!(tag.is_some(), *status == KvPoll::Success, "H3");
+                    let to = (to.clone(), Some(life.generation));
+                    self.status(to, *status, reason.is_some(), late_metadata.as_ref());
                 }
                 SenderEffect::Drained => assert_eq!(self.unquiet(), 0, "drained over a write that is not quiet"),
                 _ => {}
@@ -296,7 +327,7 @@ impl Model {
         self.feed(SenderEvent::Clear);
         assert!(self.room.finished() && self.room.releasable() && self.room.outstanding() == 0);
         for d in self.room.destinations().iter().filter(|d| !d.is_dummy) {
-            assert_eq!(self.told.get(&(d.endpoint.clone(), self.seen)), Some(&1), "{}", d.endpoint);
+            assert_eq!(self.told.get(&(peer(d), self.seen)), Some(&1), "{}", d.endpoint);
         }
     }
 }

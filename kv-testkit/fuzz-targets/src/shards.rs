@@ -103,6 +103,11 @@ impl Sim {
             release: if proof { ReleasePolicy::Proof } else { ReleasePolicy::AckOrTimeout(secs(30)) },
             ..WorldSpec::of(shape, decodes)
         };
+        if kind & 128 != 0 {
+            // One side or both are as 0.5.23.
+            spec.prefill_ext = kind & 3 == 1;
+            spec.decode_ext = kind & 3 == 2;
+        }
         if kind & 32 != 0 {
             spec.limits.max_ops_in_flight = 1;
             spec.limits.max_early_rooms = 1;
@@ -382,13 +387,23 @@ impl Sim {
         self.w.net.inject(&to, frames);
     }
 
-    /// Another process at a decode's address.
+    /// Another process at a rank's address.
     fn restart(&mut self, i: &mut Input<'_>) {
         if self.restarts == 3 {
             return;
         }
-        let d = i.below(self.w.d.len());
         self.restarts += 1;
+        let d = i.below(self.w.d.len() + self.w.p.len());
+        if let Some(p) = d.checked_sub(self.w.d.len()) {
+            // A process that ends over its writes ends them, which the fabric takes for a lane that was dropped.
+            if !self.w.p[p].transport.not_quiet().is_empty() {
+                return;
+            }
+            self.lossy = true;
+            self.w.restart_prefill(p, &format!("prefill-{p}-{}", self.restarts));
+            self.p.retain(|life| life.node != p);
+            return;
+        }
         let name = format!("decode-{d}-{}", self.restarts);
         self.lossy = true;
         self.w.restart_decode(d, &name);
@@ -533,13 +548,14 @@ pub fn seeds() -> Vec<Vec<u8>> {
     let (abort_p, abort_d) = ([6, 0, 0], [7, 0, 0]);
     let unresolve = [10, 0, 0, 0, 0];
     let settle = [13, 0, 0, 4, 0];
-    let scripts: [&[&[u8]]; 15] = [
+    let scripts: [&[&[u8]]; 16] = [
         &[&open, &send, &done, &clear_p, &clear_d],
         &[&open, &send_one, &done, &send_one, &done, &clear_p, &clear_d, &[0, 12, 0], &send, &done],
         &[&open, &send, &abort_d, &done],
         &[&open, &send, &unresolve, &clear_p, &[19, 31, 0], &settle],
         &[&open, &send, &unresolve, &abort_d, &[13, 0, 0, 1, 0], &clear_d],
         &[&open, &send, &[23, 0, 1, 0], &open, &send, &done],
+        &[&open, &send, &done, &[23, 1, 0], &open, &send, &done],
         &[&open, &send, &[24, 0, 0, 0, 0, 0], &done, &abort_p],
         &[&[15, 9, 4, 0, 0, 0], &open, &send, &[17, 0], &done],
         &[&open, &[2, 0, 14, 0], &[26, 0, 0], &done, &clear_p],
@@ -552,6 +568,6 @@ pub fn seeds() -> Vec<Vec<u8>> {
     ];
     (0u8..)
         .zip(scripts)
-        .flat_map(|(n, s)| [n % 8, 8 | 16 | (n % 8), 64 | 32].map(|k| [&[k][..], &s.concat()].concat()))
+        .flat_map(|(n, s)| [n % 8, 8 | 16 | (n % 8), 64 | 32, 128 | (n % 4)].map(|k| [&[k][..], &s.concat()].concat()))
         .collect()
 }

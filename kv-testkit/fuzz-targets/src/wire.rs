@@ -3,7 +3,9 @@
 use bytes::Bytes;
 use kv_core::control::Multipart;
 use kv_core::hooks::TCP_GUARD;
+use kv_core::ids::ProcessGeneration;
 use kv_core::limits::Limits;
+use kv_core::wire::ext::{ExtPeer, Extension, MessageKind, RoomTag};
 use kv_core::wire::message::*;
 use kv_core::wire::{Dialect, MooncakeDialect, MoriDialect, NixlDialect, describe};
 use kv_testkit::vectors;
@@ -36,6 +38,14 @@ pub const WORDS: &[&[u8]] = &[
     b"VRAM",
     b"DRAM",
     b"true",
+    b"\0KVX1\x01",
+    b"\x01\x10",
+    b"\x02\x08",
+    b"\x03\x15",
+    b"\x04\x01\x01",
+    b"\x05\0",
+    b"\x63\x02ab",
+    b"\0KVX1\x01\x07\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
 ];
 
 /// Bounds that small inputs reach.
@@ -74,16 +84,58 @@ fn run(dialect: &dyn Dialect, data: &[u8]) {
     let frames = input.frames();
     let prefill = dialect.parse_to_prefill(&frames, &limits);
     let decode = dialect.parse_to_decode(&frames, &limits);
-    assert!(prefill.is_err() || decode.is_err(), "one message, two directions: {prefill:?} and {decode:?}");
     let text = describe(dialect, &frames);
     assert!(text.ends_with('\n') && text.len() < 4096 + 2048 * (1 + frames.len()), "{} bytes of text", text.len());
+    for kind in KINDS {
+        if let Ok(Some(extension)) = dialect.extension(kind, &frames) {
+            assert_eq!(Extension::parse(&extension.encode()), Ok(Some(extension)), "H4");
+        }
+    }
     if let Ok(message) = prefill {
         within(&message, &limits);
         survives(&message, |m| to_prefill(dialect, m), |f| dialect.parse_to_prefill(f, &Limits::default()));
+        let sent = to_prefill(dialect, &message);
+        extended(dialect, message.kind(), sent, |f| dialect.parse_to_prefill(f, &Limits::default()));
     }
     if let Ok(message) = decode {
         survives(&message, |m| to_decode(dialect, m), |f| dialect.parse_to_decode(f, &Limits::default()));
+        let sent = to_decode(dialect, &message);
+        extended(dialect, message.kind(), sent, |f| dialect.parse_to_decode(f, &Limits::default()));
     }
+}
+
+const KINDS: [MessageKind; 11] = [
+    MessageKind::Registration,
+    MessageKind::Metadata,
+    MessageKind::Status,
+    MessageKind::ChunkReady,
+    MessageKind::StagingReq,
+    MessageKind::StagingRsp,
+    MessageKind::Watermark,
+    MessageKind::Abort,
+    MessageKind::AbortAck,
+    MessageKind::AuxData,
+    MessageKind::Bootstrap,
+];
+
+fn extension() -> Extension {
+    let peer = ExtPeer::new(ProcessGeneration(7));
+    let tag = RoomTag { head: 1, pages: 2, count: 3, wrote_aux: true };
+    Extension { to: Some(ProcessGeneration(8)), room_generation: Some(9), tag: Some(tag), ..Extension::from(peer) }
+}
+
+/// An extension behind a message changes nothing for whoever does not know it, and is read by whoever does (H4).
+fn extended<M: std::fmt::Debug + PartialEq>(
+    dialect: &dyn Dialect,
+    kind: MessageKind,
+    sent: Result<Multipart, WireError>,
+    parse: impl Fn(&[Bytes]) -> Result<M, WireError>,
+) {
+    let Ok(plain) = sent else { return };
+    let mut with = plain.clone();
+    dialect.attach_extension(kind, &mut with, &extension()).expect("a message of ours takes an extension");
+    assert_eq!(dialect.extension(kind, &with), Ok(Some(extension())), "{with:?}");
+    assert_eq!(parse(&with), parse(&plain), "{with:?}");
 }
 
 /// What we would send for a message that we took is taken again, and is sent alike from then on.
@@ -153,7 +205,28 @@ pub fn seeds(file: &str) -> Vec<Vec<u8>> {
         let records: Vec<_> = file.records().filter(|r| r.has("frames")).collect();
         records.into_iter().map(|r| r.frames("frames")).collect::<Vec<_>>()
     });
-    messages.map(|frames| seed(&frames)).collect()
+    let messages: Vec<Vec<Bytes>> = messages.collect();
+    // The same with an extension, where ours would put it.
+    let dialect: &dyn Dialect = match file {
+        "zmq_mooncake" => &MooncakeDialect,
+        "zmq_mori" => &MoriDialect,
+        _ => &const { NixlDialect::new() },
+    };
+    let extended = messages.iter().step_by(4).filter_map(|frames| {
+        let kind = match (
+            dialect.parse_to_prefill(frames, &Limits::default()),
+            dialect.parse_to_decode(frames, &Limits::default()),
+        ) {
+            (Ok(message), _) => message.kind(),
+            (_, Ok(message)) => message.kind(),
+            _ => return None,
+        };
+        let mut with = frames.iter().cloned().collect();
+        dialect.attach_extension(kind, &mut with, &extension()).ok()?;
+        Some(seed(&with))
+    });
+    let extended: Vec<_> = extended.collect();
+    messages.iter().map(|frames| seed(frames)).chain(extended).collect()
 }
 
 /// NIXL's, behind the guard of the embedded transport.

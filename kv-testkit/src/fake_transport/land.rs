@@ -9,8 +9,8 @@ use kv_core::plan::Span;
 use kv_core::transport::WriteOp;
 
 use super::blob::{DIGEST_SEED, RemoteRegion, digest};
-use super::policy::Flaw;
 use super::op::OpRow;
+use super::policy::Flaw;
 use super::state::{Inner, Landing, Regions};
 use crate::memory::{POISON, with_live};
 
@@ -107,8 +107,10 @@ impl Inner {
         let Some(op) = row.op.clone() else { panic!("{name} {id:?} is quiet: it cannot land any more") };
         let known = node.peers.get(&op.peer).map(|p| p.regions.clone()).unwrap_or_default();
         let row = &node.ops[&id];
-        let changed =
-            watch && row.info.landed == 0 && row.wire.is_none() && row.source_digest.is_some_and(|want| source_digest(&op) != Some(want));
+        let changed = watch
+            && row.info.landed == 0
+            && row.wire.is_none()
+            && row.source_digest.is_some_and(|want| source_digest(&op) != Some(want));
         let regions = match self.nodes.get(&target) {
             Some(node) if node.alive => node.regions.clone(),
             Some(_) => return Err(Refusal::Dead),

@@ -45,7 +45,8 @@ impl Sim {
     pub(super) fn message_rules(&mut self) {
         self.net.set_faults(Faults { delay: self.episode.latency.clone(), ..Faults::default() });
         let to_decode = |f: &Flight| f.to.host() == "10.0.1.1";
-        let (rates, mut rng, trace, limits) = (self.rates.clone(), self.rng.fork(), self.trace.clone(), self.limits.clone());
+        let (rates, mut rng, trace, limits) =
+            (self.rates.clone(), self.rng.fork(), self.trace.clone(), self.limits.clone());
         let (hooks, told) = (self.episode.prefills[0].hooks.clone(), self.told.clone());
         self.net.rule(Action::Drop, move |f| {
             let text = super::print::message(hooks.dialect(), &f.frames, &limits, to_decode(f));

@@ -498,7 +498,9 @@ impl Sim {
         let before = self.unproven_count(d);
         let lives: Vec<u64> = self.on_d[d].iter().copied().collect();
         for id in lives {
-            let Some(side) = self.lives.get_mut(&id).and_then(|l| l.receivers.get_mut(&d)?.live_mut()) else { continue };
+            let Some(side) = self.lives.get_mut(&id).and_then(|l| l.receivers.get_mut(&d)?.live_mut()) else {
+                continue;
+            };
             let (poll, was) = (side.shared.poll(), side.last);
             let wrong = side.watch();
             let published = side.progress > 0;

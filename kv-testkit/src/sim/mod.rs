@@ -201,7 +201,11 @@ fn run_episode(episode: Episode, options: SimOptions, before: u64) -> Result<Sim
     let lives = before + sim.report.lives;
     let report = sim.close();
     if found.is_empty() {
-        return Ok(SimReport { hash: trace.hash(), trace: if options.trace { trace.lines() } else { Vec::new() }, ..report });
+        return Ok(SimReport {
+            hash: trace.hash(),
+            trace: if options.trace { trace.lines() } else { Vec::new() },
+            ..report
+        });
     }
     let trace = trace.lines();
     Err(Box::new(SimFailure { seed, episode: text, found, lives, trace }))

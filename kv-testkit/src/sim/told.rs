@@ -59,7 +59,9 @@ impl Told {
         let first = inner.first.entry((from.clone(), s.room, life, per)).or_insert_with(|| reason.clone()).clone();
         // How long a lost peer is left alone differs from message to message.
         if first != reason && !(first.contains("tried again") && reason.contains("tried again")) {
-            inner.wrong.push(format!("{from} tells {to} of room {}: {reason:?}; the first cause was {first:?}", s.room));
+            inner
+                .wrong
+                .push(format!("{from} tells {to} of room {}: {reason:?}; the first cause was {first:?}", s.room));
         }
     }
 

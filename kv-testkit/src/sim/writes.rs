@@ -114,7 +114,8 @@ impl Sim {
             let wait = took + self.rng.below(most);
             // Late landings, of which nobody hears.
             for _ in 0..self.rng.below(3) {
-                let (at, spans) = (took + self.rng.below(wait - took + 1), 1 + self.rng.below(info.spans as u64) as usize);
+                let (at, spans) =
+                    (took + self.rng.below(wait - took + 1), 1 + self.rng.below(info.spans as u64) as usize);
                 self.after(at, Ev::Write(key.0, key.1, Step::Land(spans)));
             }
             write.never = self.rng.chance(0.2);

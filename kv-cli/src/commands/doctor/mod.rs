@@ -11,6 +11,7 @@ use std::process::ExitCode;
 use serde::Serialize;
 
 use crate::error::Result;
+use crate::out;
 
 /// When started by a check of `doctor`, this process is its other side.
 pub use probe::child as probe_child;
@@ -53,9 +54,9 @@ pub fn run(json: bool) -> Result<ExitCode> {
     let checks = checks();
     let ok = checks.iter().any(|c| c.name.starts_with("transport: ") && c.status != Status::No);
     if json {
-        println!("{}", serde_json::json!({ "ok": ok, "checks": checks }));
+        out::line(serde_json::json!({ "ok": ok, "checks": checks }))?;
     } else {
-        print!("{}", table(&checks));
+        out::text(&table(&checks))?;
     }
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -16,11 +16,8 @@ pub fn child() -> Option<ExitCode> {
         },
         None => new_network(),
     };
-    match result {
-        Ok(()) => println!("ok"),
-        Err(why) => println!("{why}"),
-    }
-    Some(ExitCode::SUCCESS)
+    let written = crate::out::line(result.err().unwrap_or_else(|| "ok".into()));
+    Some(written.map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS))
 }
 
 /// Whether an unrelated process of this user may read our memory. The child reads ours: under Yama's scope 1 a parent

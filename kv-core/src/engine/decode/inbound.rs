@@ -69,7 +69,7 @@ impl DecodeShard {
         if matches!(source, Source::Ours(_)) && ext.is_some_and(|e| e.register_again) {
             // It gave us up for others, or what we sent was lost. The next room registers.
             self.drive(now, key, ReceiverEvent::Status(status), control);
-            return self.forget_peers_of(key, control);
+            return self.forget_peers_of(key);
         }
         match source {
             Source::Sglang => self.drive(now, key, ReceiverEvent::Status(status), control),
@@ -80,7 +80,7 @@ impl DecodeShard {
             // It refuses what was meant for the process before it; what that one wrote nobody knows.
             Source::Successor if status.status == KvPoll::Failed => {
                 self.drive(now, key, ReceiverEvent::Status(status), control);
-                self.forget_peers_of(key, control);
+                self.forget_peers_of(key);
             }
             Source::Successor | Source::Stale => self.stats.messages_stale.inc(),
         }

@@ -104,8 +104,11 @@ struct Entry {
     /// When to look for proof that does not come by itself; and when to ask others for it.
     look_at: Option<Timestamp>,
     ask_at: Timestamp,
+    look_every: Duration,
     generation: Option<u64>,
     reported: bool,
+    /// Its number was said to be free.
+    freed: bool,
 }
 
 /// See the [module](crate::engine).
@@ -222,6 +225,10 @@ impl DecodeShard {
         if mutant!(DeadlineBeatsCompletion) {
             self.timeouts(now, control);
         }
+        // First, so that a message of a room's next life does not meet the last one, whose end is queued (F6).
+        for command in commands.drain(..) {
+            self.command(now, command, control);
+        }
         let mut inbox = std::mem::take(&mut self.inbox);
         control.recv(MAX_INBOX, &mut inbox);
         let again = inbox.len() >= MAX_INBOX;
@@ -233,9 +240,6 @@ impl DecodeShard {
             }
         }
         self.inbox = inbox;
-        for command in commands.drain(..) {
-            self.command(now, command, control);
-        }
         let tick = control.tick(now);
         // What has arrived wins over a deadline, also when it does not fit into one step (D5).
         if again && self.held_back < MAX_HELD_BACK {
@@ -299,8 +303,10 @@ impl DecodeShard {
             armed: None,
             look_at: None,
             ask_at: Timestamp::default(),
+            look_every: proof::LOOK,
             generation: None,
             reported: false,
+            freed: false,
         };
         let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);
@@ -348,7 +354,7 @@ impl DecodeShard {
                     .map(|(k, _)| k.clone())
                     .collect();
                 for key in lost {
-                    self.forget(&key, control);
+                    self.lose(&key, control);
                 }
             }
         }
@@ -382,7 +388,14 @@ impl DecodeShard {
         Ok(())
     }
 
-    fn forget(&mut self, pool_key: &str, control: &mut dyn ControlPlane) {
+    /// The next room registers again. The connections stay: metadata of other rooms may still be on its way on them,
+    /// and an ABORT on a new connection would overtake it.
+    fn forget(&mut self, pool_key: &str) {
+        self.registered.remove(pool_key);
+    }
+
+    /// The server is lost, and every room of it has ended: its connections go.
+    fn lose(&mut self, pool_key: &str, control: &mut dyn ControlPlane) {
         let Some(peers) = self.registered.remove(pool_key) else { return };
         for record in &peers.records {
             self.outgoing.forget(&record.endpoint);
@@ -407,9 +420,9 @@ impl DecodeShard {
         Ok(message)
     }
 
-    fn forget_peers_of(&mut self, key: RoomKey, control: &mut dyn ControlPlane) {
+    fn forget_peers_of(&mut self, key: RoomKey) {
         let Some(peers) = self.rooms.get(key).and_then(|e| e.room.peers().cloned()) else { return };
-        self.forget(&peers.pool_key, control);
+        self.forget(&peers.pool_key);
         self.directory.request(DirectoryRequest::Forget { pool_key: peers.pool_key.clone() });
     }
 
@@ -452,7 +465,7 @@ impl DecodeShard {
                         self.released_without_proof(key);
                     }
                 }
-                ReceiverEffect::Forget => self.forget_peers_of(key, control),
+                ReceiverEffect::Forget => self.forget_peers_of(key),
                 ReceiverEffect::Stale => self.stats.messages_stale.inc(),
                 ReceiverEffect::Violation(what) => {
                     self.stats.protocol_violations.inc();
@@ -493,6 +506,10 @@ impl DecodeShard {
                 KvPoll::Success => self.stats.rooms_succeeded.inc(),
                 _ => self.stats.rooms_failed.inc(),
             }
+        }
+        if e.room.finished() && !std::mem::replace(&mut e.freed, true) {
+            // Before a waiter hears of it: it may take the number at once.
+            (self.config.freed)(&e.shared);
         }
         e.shared.publish(poll, e.room.releasable(), e.room.failure(), None);
     }
@@ -597,7 +614,7 @@ impl DecodeShard {
         if !e.room.finished() {
             if e.room.armed_generation().is_none() {
                 e.look_at = None;
-            } else if e.look_at.is_none() {
+            } else if e.look_at.is_none() && (e.room.awaits_proof() || self.config.extension.is_some()) {
                 (e.look_at, e.ask_at) = (Some(now + proof::LOOK), now + proof::ASK);
             }
             let Some(at) = e.due() else { return };
@@ -615,7 +632,9 @@ impl DecodeShard {
             self.by_generation.remove(&generation);
         }
         self.stats.rooms_live.set(self.rooms.len() as u64);
-        (self.config.freed)(&e.shared);
+        if !e.freed {
+            (self.config.freed)(&e.shared);
+        }
     }
 
     fn timeouts(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
@@ -638,7 +657,7 @@ impl DecodeShard {
             let to_it = |p: &PrefillPeers| p.records.iter().any(|r| r.endpoint == endpoint);
             let keys: Vec<String> = self.registered.iter().filter(|(_, p)| to_it(p)).map(|(k, _)| k.clone()).collect();
             for pool_key in keys {
-                self.forget(&pool_key, control);
+                self.forget(&pool_key);
                 self.directory.request(DirectoryRequest::Forget { pool_key });
             }
         }

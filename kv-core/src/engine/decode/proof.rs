@@ -5,7 +5,7 @@ use super::*;
 /// The same peers are asked for anew, for rooms that wait for proof, at most this often.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
-/// A room whose pages are held asks the transport for proof this often.
+/// A room whose pages are held asks the transport for proof after this time, then ever more rarely, down to [`ASK`].
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 /// It asks the prefill ranks and the directory this often, when nothing but proof frees it.
 pub(super) const ASK: Duration = Duration::from_secs(30);
@@ -13,7 +13,9 @@ pub(super) const ASK: Duration = Duration::from_secs(30);
 impl DecodeShard {
     pub(super) fn look_for_proof_if_due(&mut self, now: Timestamp, key: RoomKey, control: &mut dyn ControlPlane) {
         let Some(e) = self.rooms.get_mut(key).filter(|e| e.look_at.is_some_and(|t| t <= now)) else { return };
-        e.look_at = Some(now + LOOK);
+        let next = now + e.look_every;
+        e.look_at = Some(if e.ask_at > now { next.min(e.ask_at) } else { next });
+        e.look_every = (e.look_every * 2).min(ASK);
         let records = e.room.peers().map_or(&[][..], |p| &p.records);
         let owes = e.room.unacked().filter_map(|rank| records.iter().find(|r| r.rank == rank));
         let owes: Vec<_> = owes.filter_map(|r| Some((r.rank, r.ext?.process))).collect();
@@ -60,7 +62,8 @@ impl DecodeShard {
         self.directory.request(request);
     }
 
-    /// A new process of ours in the row of a rank, from the same host: the one before it is gone.
+    /// A new process of ours at the very endpoint of a rank: the one before it has let go of its port, so it is gone. A
+    /// process elsewhere, also on the same host, proves nothing: the old one may only be stopped.
     pub(super) fn looked_for_successors(
         &mut self,
         now: Timestamp,
@@ -73,9 +76,9 @@ impl DecodeShard {
         let replaced = |rank: &PrefillRank| {
             let of = |p: &PrefillPeers| {
                 let record = p.records.iter().find(|r| r.rank == *rank)?;
-                Some((record.endpoint.host().to_owned(), record.ext?.process))
+                Some((record.endpoint.clone(), record.ext?.process))
             };
-            of(peers).zip(of(found)).is_some_and(|((host, was), (host_now, is))| host == host_now && was != is)
+            of(peers).zip(of(found)).is_some_and(|((at, was), (at_now, is))| at == at_now && was != is)
         };
         let dead: Vec<PrefillRank> = e.room.unacked().filter(replaced).collect();
         for rank in dead {

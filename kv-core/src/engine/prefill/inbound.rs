@@ -103,7 +103,17 @@ impl PrefillShard {
         let link = Link::Refused(refused.clone().unwrap_or_default());
         self.peers.insert(
             name.clone(),
-            Peer { geometry: geometry(&r), registration: r, ext, pairing, link, posts, failures: 0, last_used: now },
+            Peer {
+                geometry: geometry(&r),
+                registration: r,
+                ext,
+                pairing,
+                link,
+                posts,
+                in_flight: 0,
+                failures: 0,
+                last_used: now,
+            },
         );
         match refused {
             None => {
@@ -282,12 +292,17 @@ impl PrefillShard {
         if let Some(reason) = early.failed.clone().or(refused).or(mixed) {
             early.failed = Some(reason.clone());
             let destinations = std::mem::take(&mut early.destinations);
+            self.early_bytes -= page_bytes(&destinations);
             for d in destinations.iter().chain([&destination]).filter(|d| !d.is_dummy) {
                 self.refuse(now, room, d, reason.clone(), control);
             }
-        } else if early.destinations.len() < self.config.limits.max_peers_per_room {
+        } else if early.destinations.len() < self.config.limits.max_peers_per_room
+            && self.early_bytes + size_of_val(&*destination.pages) <= self.config.limits.max_early_bytes
+        {
+            self.early_bytes -= page_bytes(&early.destinations);
             early.destinations.retain(|d| d.name != destination.name);
             early.destinations.push(destination);
+            self.early_bytes += page_bytes(&early.destinations);
         } else {
             self.stats.messages_over_limit.inc();
         }
@@ -345,7 +360,9 @@ impl PrefillShard {
         } else if let Some(early) = self.early.get_mut(&room) {
             // The first reason stays, and every decode rank that is known is told, as with a sender.
             let reason = early.failed.get_or_insert_with(|| ABORTED_BY_DECODE_REASON.into()).clone();
-            for d in std::mem::take(&mut early.destinations).iter().filter(|d| !d.is_dummy) {
+            let destinations = std::mem::take(&mut early.destinations);
+            self.early_bytes -= page_bytes(&destinations);
+            for d in destinations.iter().filter(|d| !d.is_dummy) {
                 self.refuse(now, room, d, reason.clone(), control);
             }
         } else {
@@ -355,6 +372,9 @@ impl PrefillShard {
             self.spend(now, room, life.clone());
         }
         if let (Some(endpoint), Some(generation)) = (a.endpoint, a.generation) {
+            if self.peers.at(&endpoint).is_none() && !self.strangers.may_answer(now) {
+                return self.stats.messages_over_limit.inc();
+            }
             let targets = self.pending_acks.entry(room).or_default();
             let full = targets.len() >= self.config.limits.max_peers_per_room;
             // Two lives of one decode may both wait.
@@ -436,6 +456,9 @@ impl PrefillShard {
         about: Option<About>,
         control: &mut dyn ControlPlane,
     ) {
+        if self.peers.at(to).is_none() && !self.strangers.may_answer(now) {
+            return self.stats.messages_over_limit.inc();
+        }
         let message = KvStatus {
             room: room.get(),
             status,

@@ -117,17 +117,18 @@ struct Entry {
     bound: SmallVec<[DecodeLife; 1]>,
 }
 
+/// A write, and whose it is.
 struct OpRef {
     key: RoomKey,
     chunk: u32,
     dest: usize,
     bytes: u64,
-    /// Its outcome came, and left a side not quiet.
-    retained: Option<Retained>,
+    name: Arc<str>,
 }
 
-/// A write without proof.
+/// A write whose outcome came and left a side not quiet.
 struct Retained {
+    op: OpRef,
     /// Whether (source, destination) are proven quiet since.
     quiet: (bool, bool),
     peer: Endpoint,
@@ -138,6 +139,11 @@ struct Early {
     destinations: Vec<Destination>,
     failed: Option<Arc<str>>,
     deadline: Timestamp,
+}
+
+/// Bytes of the page lists of some metadata.
+fn page_bytes(destinations: &[Destination]) -> usize {
+    destinations.iter().map(|d| size_of_val(&*d.pages)).sum()
 }
 
 /// See the [module](crate::engine).
@@ -155,6 +161,8 @@ pub struct PrefillShard {
     undrained: HashMap<Room, SmallVec<[RoomKey; 1]>>,
     early: HashMap<Room, Early>,
     early_order: VecDeque<(Timestamp, Room)>,
+    /// Bytes of page lists in `early`.
+    early_bytes: usize,
     tombstones: HashMap<Room, (Timestamp, Arc<str>)>,
     tombstone_order: VecDeque<(Timestamp, Room)>,
     pending_acks: HashMap<Room, SmallVec<[AckTarget; 1]>>,
@@ -162,7 +170,10 @@ pub struct PrefillShard {
     spent: Spent,
     peers: Peers<RoomKey>,
     ready_peers: VecDeque<Arc<str>>,
-    ops: HashMap<OpId, OpRef>,
+    /// Posted, without an outcome yet.
+    in_flight: HashMap<OpId, OpRef>,
+    /// Without proof. Not in flight: a peer that never gives proof must not hold up the others (F2).
+    retained: HashMap<OpId, Retained>,
     next_op: u64,
     posted_at: Timestamp,
     timers: Timers<RoomKey>,
@@ -173,13 +184,33 @@ pub struct PrefillShard {
     news: Vec<LaneEvent>,
     malformed: MalformedLog,
     held_back: u32,
+    strangers: Strangers,
     stats: Arc<Stats>,
+}
+
+/// Answers to addresses nobody registered: each may cost a connection, and a message can name any address.
+#[derive(Default)]
+struct Strangers {
+    since: Timestamp,
+    answered: u32,
+}
+
+impl Strangers {
+    fn may_answer(&mut self, now: Timestamp) -> bool {
+        if now.since(self.since) >= Duration::from_secs(1) {
+            *self = Self { since: now, answered: 0 };
+        }
+        self.answered += 1;
+        self.answered <= MAX_STRANGERS
+    }
 }
 
 /// Messages handled in one step.
 const MAX_INBOX: usize = 256;
 /// Deadlines wait at most so many steps for messages that have arrived.
 const MAX_HELD_BACK: u32 = 64;
+/// Answers a second to addresses nobody registered; enough for a fleet that speaks to a restarted prefill.
+const MAX_STRANGERS: u32 = 64;
 /// A lost peer is connected to again at most this often, doubling up to [`RECONNECT_MAX`].
 const RECONNECT_MIN: Duration = Duration::from_secs(1);
 const RECONNECT_MAX: Duration = Duration::from_secs(60);
@@ -214,13 +245,15 @@ impl PrefillShard {
             undrained: HashMap::new(),
             early: HashMap::new(),
             early_order: VecDeque::new(),
+            early_bytes: 0,
             tombstones: HashMap::new(),
             tombstone_order: VecDeque::new(),
             pending_acks: HashMap::new(),
             spent: Spent::default(),
             peers: Peers::new(),
             ready_peers: VecDeque::new(),
-            ops: HashMap::new(),
+            in_flight: HashMap::new(),
+            retained: HashMap::new(),
             next_op: 0,
             posted_at: Timestamp::default(),
             timers: Timers::new(),
@@ -231,6 +264,7 @@ impl PrefillShard {
             news: Vec::new(),
             malformed: MalformedLog::default(),
             held_back: 0,
+            strangers: Strangers::default(),
             stats,
         }
     }
@@ -251,7 +285,7 @@ impl PrefillShard {
             rooms: self.rooms.len(),
             named: self.by_room.len(),
             undrained: self.undrained.len(),
-            ops: self.ops.len(),
+            ops: self.in_flight.len() + self.retained.len(),
             posts: self.peers.by_name.values().map(|p| p.posts.len()).sum(),
             early: self.early.len(),
             pending_acks: self.pending_acks.len(),
@@ -277,6 +311,10 @@ impl PrefillShard {
         control: &mut dyn ControlPlane,
         commands: &mut Vec<PrefillCommand>,
     ) -> NextWake {
+        // First, so that a message of a room's next life does not meet the last one, whose end is queued (F6).
+        for command in commands.drain(..) {
+            self.command(now, command, control);
+        }
         let mut inbox = std::mem::take(&mut self.inbox);
         control.recv(MAX_INBOX, &mut inbox);
         let again = inbox.len() >= MAX_INBOX;
@@ -292,9 +330,6 @@ impl PrefillShard {
             }
         }
         self.inbox = inbox;
-        for command in commands.drain(..) {
-            self.command(now, command, control);
-        }
         self.completions(now, control);
         let tick = control.tick(now);
         // What has arrived wins over a deadline, also when it does not fit into one step (D5).
@@ -307,18 +342,17 @@ impl PrefillShard {
         self.post_ready(now, control);
         self.lane.flush();
         let mut at = self.poll_timeout().into_iter().chain(tick).min();
-        if !self.ready_peers.is_empty() {
+        if !self.ready_peers.is_empty() && !self.is_full() {
             // A lane that is busy without anything in flight has no news to wake us with.
             at = at.into_iter().chain([now + BUSY_RETRY]).min();
         }
-        NextWake { at, in_flight: !self.ops.is_empty(), again, look_until: self.look_until() }
+        NextWake { at, in_flight: !self.in_flight.is_empty(), again, look_until: self.look_until() }
     }
 
     /// Worth it only for a few small writes: of many, some are always done, and large ones take their time.
     fn look_until(&self) -> Option<Timestamp> {
-        let few = !self.ops.is_empty() && self.ops.len() <= LOOK_OPS;
-        (few && self.ops.values().all(|op| op.bytes <= LOOK_BYTES && op.retained.is_none()))
-            .then(|| self.posted_at + LOOK)
+        let few = !self.in_flight.is_empty() && self.in_flight.len() <= LOOK_OPS;
+        (few && self.in_flight.values().all(|op| op.bytes <= LOOK_BYTES)).then(|| self.posted_at + LOOK)
     }
 
     fn poll_timeout(&self) -> Option<Timestamp> {
@@ -376,6 +410,7 @@ impl PrefillShard {
         self.stats.rooms_live.set(self.rooms.len() as u64);
         self.rearm(key);
         if let Some(early) = self.early.remove(&room) {
+            self.early_bytes -= page_bytes(&early.destinations);
             for d in early.destinations {
                 self.bind(key, d.life.map(|life| DecodeLife::new(&d.endpoint, life)));
                 self.drive(now, key, SenderEvent::Destination(d), control);

@@ -34,21 +34,30 @@ impl PrefillShard {
         }
     }
 
+    /// As many writes are in flight as may be: the next completion wakes the shard.
+    pub(super) fn is_full(&self) -> bool {
+        self.in_flight.len() >= self.config.limits.max_ops_in_flight
+    }
+
     /// Post what waits, peer by peer: a peer that is busy or still connecting does not hold up the others.
     pub(super) fn post_ready(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
         let mut busy = Vec::new();
         while let Some(name) = self.ready_peers.pop_front() {
-            if self.ops.len() >= self.config.limits.max_ops_in_flight {
+            if self.is_full() {
                 busy.push(name);
                 break;
             }
             let Some(peer) = self.peers.get_mut(&name) else { continue };
             let (Link::Ready(id), Some(pairing)) = (&peer.link, peer.pairing.clone()) else { continue };
             let id = *id;
+            if peer.in_flight >= self.config.limits.max_ops_per_peer {
+                busy.push(name);
+                continue;
+            }
             let Some(post) = peer.posts.pop_front() else { continue };
             peer.last_used = now;
             self.posted_at = now;
-            match self.try_post(now, post, id, &pairing) {
+            match self.try_post(now, post, &name, id, &pairing) {
                 Ok(event) => {
                     // Round robin over peers.
                     self.ready_peers.push_back(name);
@@ -77,6 +86,7 @@ impl PrefillShard {
         &mut self,
         now: Timestamp,
         post: Post<RoomKey>,
+        name: &Arc<str>,
         peer: crate::ids::PeerId,
         pairing: &Arc<Pairing>,
     ) -> Result<Option<SenderEvent>, PostError> {
@@ -113,15 +123,17 @@ impl PrefillShard {
             Err(_) => {
                 let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
                 self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
-                self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
-                self.retain(now, id, (false, false));
+                self.retain(now, id, OpRef { key, chunk, dest, bytes, name: name.clone() }, (false, false));
                 self.stats.transport_panics.inc();
                 self.stats.ops_unresolved.inc();
                 return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
             }
         }
         self.stats.ops_posted.inc();
-        self.ops.insert(id, OpRef { key, chunk, dest, bytes, retained: None });
+        self.in_flight.insert(id, OpRef { key, chunk, dest, bytes, name: name.clone() });
+        if let Some(p) = self.peers.get_mut(name) {
+            p.in_flight += 1;
+        }
         Ok(Some(SenderEvent::Posted(chunk, dest, id)))
     }
 }
@@ -138,8 +150,17 @@ fn make_plan(planner: &mut Planner, pairing: &Pairing, spec: &ChunkSpec, d: &Des
         );
     }
     let mut plan = planner.plan_chunk(pairing, pages.src, pages.dst).map_err(|e| e.to_string())?;
-    if let (true, Some(src_slot), Some(dst_slot)) = (spec.is_last && d.writes_aux, spec.aux_index, d.aux_index) {
-        plan.append(planner.plan_aux(pairing, src_slot, dst_slot).map_err(|e| e.to_string())?);
+    if spec.is_last && d.writes_aux && !pairing.aux().is_empty() {
+        match (spec.aux_index, d.aux_index) {
+            (Some(src_slot), Some(dst_slot)) => {
+                plan.append(planner.plan_aux(pairing, src_slot, dst_slot).map_err(|e| e.to_string())?);
+            }
+            // Decode reads its slot after Success: one that nobody wrote is no success.
+            (None, Some(slot)) => {
+                return Err(format!("decode waits for its metadata slot {slot}, but init() named no aux_index"));
+            }
+            (_, None) => {}
+        }
     }
     Ok(plan)
 }

@@ -24,11 +24,13 @@ impl PrefillShard {
     }
 
     pub(super) fn outcome(&mut self, now: Timestamp, op: OpId, outcome: Outcome, control: &mut dyn ControlPlane) {
-        let Some(r) = self.ops.get_mut(&op) else { return };
-        if r.retained.is_some() {
+        let Some(r) = self.in_flight.remove(&op) else {
             // Given up when the transport panicked over it; what it says now is proof.
             let (src_quiet, dst_quiet) = outcome.quiet();
             return self.settlement(now, op, Settlement::Settled { src_quiet, dst_quiet }, control);
+        };
+        if let Some(peer) = self.peers.get_mut(&r.name) {
+            peer.in_flight = peer.in_flight.saturating_sub(1);
         }
         let (key, chunk, dest) = (r.key, r.chunk, r.dest);
         match &outcome {
@@ -39,40 +41,37 @@ impl PrefillShard {
             Outcome::Failed { .. } => self.stats.ops_failed.inc(),
             Outcome::Unresolved { .. } => self.stats.ops_unresolved.inc(),
         }
-        match outcome.quiet() {
-            _ if mutant!(ForgetOpAtError) => drop(self.ops.remove(&op)),
-            (true, true) => drop(self.ops.remove(&op)),
-            quiet => self.retain(now, op, quiet),
+        let quiet = outcome.quiet();
+        if quiet != (true, true) && !mutant!(ForgetOpAtError) {
+            self.retain(now, op, r, quiet);
         }
         self.drive(now, key, SenderEvent::Outcome(chunk, dest, outcome), control);
     }
 
     /// A write ended without proof: it stays, and is seen to (F5).
-    pub(super) fn retain(&mut self, now: Timestamp, op: OpId, quiet: (bool, bool)) {
-        let Some(r) = self.ops.get_mut(&op) else { return };
+    pub(super) fn retain(&mut self, now: Timestamp, id: OpId, op: OpRef, quiet: (bool, bool)) {
         // A room with a write in flight stays.
-        let peer = self.rooms.get(r.key).and_then(|e| e.room.destinations().get(r.dest)).map(|d| d.endpoint.clone());
+        let peer = self.rooms.get(op.key).and_then(|e| e.room.destinations().get(op.dest)).map(|d| d.endpoint.clone());
         let peer = peer.unwrap_or_else(|| Endpoint::new("unknown", 0));
-        self.stats.peers.retain(&peer, now, op, r.bytes);
+        self.stats.peers.retain(&peer, now, id, op.bytes);
         self.stats.ops_retained.inc();
-        self.stats.bytes_retained.add(r.bytes);
-        r.retained = Some(Retained { quiet, peer, since: now });
+        self.stats.bytes_retained.add(op.bytes);
+        self.retained.insert(id, Retained { op, quiet, peer, since: now });
     }
 
     /// Proof may come side by side; an op is let go of when both sides are quiet.
-    fn settlement(&mut self, now: Timestamp, op: OpId, settlement: Settlement, control: &mut dyn ControlPlane) {
-        let Some(r) = self.ops.get_mut(&op) else { return };
-        let Some(retained) = &mut r.retained else { return };
+    fn settlement(&mut self, now: Timestamp, id: OpId, settlement: Settlement, control: &mut dyn ControlPlane) {
+        let Some(retained) = self.retained.get_mut(&id) else { return };
         let (s, d) = settlement.quiet();
         retained.quiet.0 |= s;
         retained.quiet.1 |= d;
-        let (key, chunk, dest) = (r.key, r.chunk, r.dest);
+        let (key, chunk, dest, bytes) = (retained.op.key, retained.op.chunk, retained.op.dest, retained.op.bytes);
         if retained.quiet == (true, true) {
             let stats = &self.stats;
-            stats.peers.settle(&retained.peer, retained.since, op, r.bytes);
+            stats.peers.settle(&retained.peer, retained.since, id, bytes);
             stats.ops_retained.set(stats.ops_retained.get().saturating_sub(1));
-            stats.bytes_retained.set(stats.bytes_retained.get().saturating_sub(r.bytes));
-            self.ops.remove(&op);
+            stats.bytes_retained.set(stats.bytes_retained.get().saturating_sub(bytes));
+            self.retained.remove(&id);
         }
         self.drive(now, key, SenderEvent::Settlement(chunk, dest, settlement), control);
     }
@@ -210,6 +209,7 @@ impl PrefillShard {
     /// Nobody made a sender for this room: decode is told (F28).
     pub(super) fn expire_early(&mut self, now: Timestamp, room: Room, control: &mut dyn ControlPlane) {
         let Some(early) = self.early.remove(&room) else { return };
+        self.early_bytes -= page_bytes(&early.destinations);
         self.stats.early_expired.inc();
         let secs = self.config.early_timeout.as_secs_f64();
         let reason: Arc<str> = format!("prefill made no sender for room {room} within {secs:.1}s").into();
