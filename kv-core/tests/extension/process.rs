@@ -151,7 +151,7 @@ fn r_f4_a_successor_at_the_same_endpoint_is_proof() {
 
 #[test]
 fn r_f4_a_successor_in_the_registry_is_proof_at_the_same_endpoint_alone() {
-    let (mut first, _) = orphaned();
+    let (first, _) = orphaned();
     let at = first.p[0].endpoint.clone();
     first.abandon();
     // A process beside it proves nothing: the one before may only be stopped, and write again.
