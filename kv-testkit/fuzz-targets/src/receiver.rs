@@ -29,8 +29,8 @@ struct Model {
     required: u32,
     contacted: u32,
     succeeded: BTreeSet<u32>,
-    /// A rank said that it wrote none of the pages: the ranks do not add up.
-    partial: bool,
+    /// What the ranks that said they wrote a part of the pages wrote together, and how many they are.
+    parts: (PageSum, usize),
     /// A tag was wrong.
     torn: bool,
     acked: BTreeSet<u32>,
@@ -77,7 +77,7 @@ impl Model {
             required,
             contacted: 0,
             succeeded: BTreeSet::new(),
-            partial: false,
+            parts: (PageSum::default(), 0),
             torn: false,
             acked: BTreeSet::new(),
             aborts: 0,
@@ -138,7 +138,7 @@ impl Model {
                     _ => (self.records, None),
                 };
                 self.feed(ReceiverEvent::Publish(Box::new(PublishSpec {
-                    pages: [4, 5].into(),
+                    pages: PAGES.into(),
                     aux_index: 1,
                     state_indices: Vec::new(),
                     decode_prefix_len: 0,
@@ -157,7 +157,10 @@ impl Model {
                 }
                 let tag = tag(kind % 8);
                 self.torn |= is_new && matches!(kind % 8, 0..=2);
-                self.partial |= is_new && kind % 8 == 3;
+                if let (true, Some(part)) = (is_new, part(kind % 8)) {
+                    self.parts.0.join(part);
+                    self.parts.1 += 1;
+                }
                 self.feed(ReceiverEvent::StatusOf(status(rank, KvPoll::Success, None), tag));
                 assert!(!self.torn || self.room.poll() == KvPoll::Failed, "a wrong tag was believed (H3)");
             }
@@ -225,7 +228,10 @@ impl Model {
             assert_eq!(poll, self.seen, "a terminal state changed");
         } else if poll == KvPoll::Success {
             assert_eq!(self.succeeded.len() as u32, self.required, "Success without every rank (B1)");
-            assert!(!self.torn && !self.partial, "Success over a tag that does not match (H3)");
+            let (sum, parts) = self.parts;
+            let whole = self.succeeded.len() > parts;
+            let adds_up = parts == 0 || sum == PageSum::of(0, &PAGES) || (sum == PageSum::default() && whole);
+            assert!(!self.torn && adds_up, "Success over tags that do not match (H3)");
         } else if poll != KvPoll::Failed {
             assert!((self.succeeded.len() as u32) < self.required, "every rank reported, and it is not Success");
         }
@@ -267,6 +273,19 @@ fn room_number() -> Room {
     Room::new(42).expect("a room number")
 }
 
+/// What is published.
+const PAGES: [i32; 2] = [4, 5];
+
+/// Nothing, the first or the second half of the pages; `None`: the whole.
+fn part(kind: u8) -> Option<PageSum> {
+    match kind {
+        3 => Some(PageSum::default()),
+        5 => Some(PageSum::of(0, &PAGES[..1])),
+        6 => Some(PageSum::of(1, &PAGES[1..])),
+        _ => None,
+    }
+}
+
 /// The tag of a rank that wrote what was announced, with one thing changed.
 fn tag(kind: u8) -> Option<RoomTag> {
     let head = TagHead {
@@ -278,8 +297,7 @@ fn tag(kind: u8) -> Option<RoomTag> {
     };
     let pages = match kind {
         2 => PageSum::of(0, &[5, 4]),
-        3 => PageSum::default(),
-        _ => PageSum::of(0, &[4, 5]),
+        kind => part(kind).unwrap_or(PageSum::of(0, &PAGES)),
     };
     (kind != 0).then(|| pages.tag(&head))
 }
@@ -309,6 +327,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         life([2, 0, 0], &[&peers, &publish, &[0, 5, 255]]),
         life([2, 0, 0], &[&peers, &publish, &[0, 5, 128]]),
         life([10, 1, 1], &[&peers, &publish, &[0, 5, 131], &[1, 5, 255], &[0, 8, 5], &[1, 8, 5]]),
+        life([10, 1, 1], &[&peers, &publish, &[0, 5, 133], &[1, 5, 134]]),
         life([12, 1, 0], &[&peers, &publish, &abort, &[0, 13, 40]]),
     ]
 }
