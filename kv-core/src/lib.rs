@@ -33,5 +33,5 @@ pub use error::KvTransferError;
 pub use ids::{OpId, PeerId, PrefillRank, RegionId, Room};
 pub use limits::Limits;
 pub use net::Endpoint;
-pub use poll::KvPoll;
+pub use poll::{AgreedPoll, KvPoll};
 pub use time::Timestamp;

@@ -36,3 +36,40 @@ impl KvPoll {
         matches!(self, Self::Failed | Self::Success)
     }
 }
+
+/// What all pipeline stages of one prefill agree that a room shows (requirement G3): the minimum over the ranks, and
+/// Bootstrapping while any is unknown.
+///
+/// A scheduling step takes one [snapshot](Self::agree) and decides by it on every rank; what a rank learns meanwhile
+/// shows in the next one. Otherwise stages act on different outcomes, and the pipeline stands still.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgreedPoll {
+    known: Vec<Option<KvPoll>>,
+    agreed: KvPoll,
+}
+
+impl AgreedPoll {
+    /// A room of this many ranks, none of which has said anything.
+    pub fn new(ranks: usize) -> Self {
+        Self { known: vec![None; ranks], agreed: KvPoll::Bootstrapping }
+    }
+
+    /// What a rank shows now. A rank that does not exist, and news after a terminal state, change nothing.
+    pub fn report(&mut self, rank: usize, poll: KvPoll) {
+        if let Some(known) = self.known.get_mut(rank).filter(|k| !k.is_some_and(KvPoll::is_terminal)) {
+            *known = Some(poll);
+        }
+    }
+
+    /// Begin a scheduling step: the snapshot that holds until the next one.
+    pub fn agree(&mut self) -> KvPoll {
+        let all: Option<Vec<KvPoll>> = self.known.iter().copied().collect();
+        self.agreed = all.and_then(|all| all.into_iter().min()).unwrap_or(KvPoll::Bootstrapping);
+        self.agreed
+    }
+
+    /// The snapshot.
+    pub const fn poll(&self) -> KvPoll {
+        self.agreed
+    }
+}

@@ -263,3 +263,27 @@ fn a_peer_that_registers_more_is_connected_again_as_the_same_generation() {
     ear.submit(p.op(2, peer, piece(&p, 0, at, 10)));
     assert_eq!(ear.outcome(2), Outcome::Done);
 }
+
+#[test]
+fn cat_f57_an_engine_at_our_own_address_is_a_peer_like_any_other() {
+    for (config, kind) in [(direct(), PathKind::SameHost), (tcp(), PathKind::Tcp)] {
+        // Three engines on one address, told apart by port and identity, never by the address alone.
+        let p = Side::new(config.clone(), LEN);
+        let targets: Vec<Side> = (0..2).map(|_| Side::new(config.clone(), LEN)).collect();
+        p.fill(5);
+        let before = p.arena.to_vec(0, LEN);
+        let mut ear = Ear::new(&p);
+        for (n, d) in targets.iter().enumerate() {
+            let peer = p.connect(&d.descriptor(n as u16 + 1));
+            assert_eq!(p.transport.peer_path(peer).unwrap().kind, kind, "not taken for ourselves");
+            ear.submit(p.op(n as u64, peer, piece(&p, 0, d.base() + 8192 * n as u64, 4096)));
+            assert_eq!(ear.outcome(n as u64), Outcome::Done);
+        }
+        for (n, d) in targets.iter().enumerate() {
+            let mut want = vec![0; LEN];
+            want[8192 * n..8192 * n + 4096].copy_from_slice(&before[..4096]);
+            assert!(d.arena.to_vec(0, LEN) == want, "engine {n} has its own bytes and nobody else's");
+        }
+        assert!(p.arena.to_vec(0, LEN) == before);
+    }
+}

@@ -268,3 +268,26 @@ fn a_busy_caller_does_not_keep_the_others_out() {
         stop.store(true, Ordering::Relaxed);
     });
 }
+
+#[test]
+fn cat_f67_sixty_four_managers_on_one_host_have_their_own_ports_and_names() {
+    let mut ports = std::collections::BTreeSet::new();
+    let mut names = std::collections::BTreeSet::new();
+    let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
+    for n in 0..64 {
+        let (_, transport, layout) = pool();
+        names.insert(transport.local_name().to_owned());
+        let hooks = Arc::new(TcpHooks::new());
+        let endpoint = if n % 2 == 0 {
+            let config = PrefillConfig { host: Some(HOST.into()), ..PrefillConfig::default() };
+            prefills.push(PrefillManager::start(config, transport, hooks, layout).unwrap());
+            prefills[n / 2].endpoint().clone()
+        } else {
+            let config = DecodeConfig { host: Some(HOST.into()), ..DecodeConfig::default() };
+            decodes.push(DecodeManager::start(config, transport, hooks, layout).unwrap());
+            decodes[n / 2].endpoint().clone()
+        };
+        ports.insert(endpoint.port());
+    }
+    assert_eq!((ports.len(), names.len()), (64, 64));
+}

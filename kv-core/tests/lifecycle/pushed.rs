@@ -9,7 +9,7 @@ use kv_core::engine::{EventQueue, RoomEvent, RoomShared};
 
 use super::support::*;
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Count(AtomicUsize);
 
 impl Wake for Count {
@@ -94,5 +94,35 @@ fn r_b3_changes_of_many_rooms_come_from_one_queue_each_room_once_with_its_newest
     assert_eq!((events.len(), events[0].room.get(), rung.load(Ordering::SeqCst)), (1, 1, 2));
     rooms.iter().for_each(|r| w.clear_d(0, r));
     w.advance(secs(301));
+    w.assert_nothing_held();
+}
+
+#[test]
+fn cat_f74_ten_thousand_idle_rooms_ask_for_nothing_until_their_deadline() {
+    let mut w = world();
+    let senders: Vec<_> = (1..=10_000).map(|n| w.sender(0, n)).collect();
+    w.run();
+    // The shard wants to be called at the deadline, and not before: no poll, no tick.
+    assert_eq!(w.next_due(), Some(w.clock.now() + w.spec.bootstrap_timeout));
+    // One room completes among them: its waiter is woken in the step that hears of it, the others' are not.
+    let count = Arc::new(Count::default());
+    let waker = Waker::from(count.clone());
+    let mut context = Context::from_waker(&waker);
+    let mut idle: Vec<_> = senders[1..100].iter().map(|s| Box::pin(s.wait_for(|s| s.poll().is_terminal()))).collect();
+    assert!(idle.iter_mut().all(|f| f.as_mut().poll(&mut context).is_pending()));
+    let r = w.receiver(0, 1);
+    w.run();
+    w.publish(0, &r, &[3], 0);
+    w.send(0, &senders[0], &[0], 0, true);
+    let mut done = pin!(senders[0].wait_for(|s| s.poll().is_terminal()));
+    assert_eq!(done.as_mut().poll(&mut context), Poll::Pending);
+    w.run();
+    assert_eq!((r.poll(), done.as_mut().poll(&mut context)), (SUCCESS, Poll::Ready(())));
+    // Woken for each change of its own room: WaitingForInput, Transferring, Success.
+    assert!((1..=3).contains(&count.0.load(Ordering::SeqCst)), "{count:?}");
+    drop(idle);
+    w.clear_d(0, &r);
+    senders.iter().for_each(|s| w.clear_p(0, s));
+    w.run();
     w.assert_nothing_held();
 }

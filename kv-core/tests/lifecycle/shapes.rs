@@ -1,6 +1,6 @@
 //! Several prefill ranks for one decode, several decodes for one prefill rank, dummies.
 
-use kv_core::poll::KvPoll;
+use kv_core::poll::{AgreedPoll, KvPoll};
 use kv_testkit::directory::Shape;
 use kv_testkit::fake_transport::Policy;
 
@@ -169,4 +169,38 @@ fn cat_f71_r_a4_r_g1_a_peer_that_does_not_fit_fails_on_both_sides_at_once() {
             one(&mut w, &s, &r);
         }
     }
+}
+
+#[test]
+fn r_g3_cat_f30_stages_decide_by_one_snapshot() {
+    let mut w = World::new(WorldSpec::of(Shape { prefill_pp: 2, ..Shape::default() }, 1));
+    let s: Vec<_> = (0..2).map(|p| w.sender(p, 7)).collect();
+    let r = w.receiver(0, 7);
+    w.run();
+    let mut view = AgreedPoll::new(2);
+    let look = |view: &mut AgreedPoll| s.iter().enumerate().for_each(|(rank, s)| view.report(rank, s.poll()));
+    // One stage alone knows the metadata: the other's silence is Bootstrapping.
+    w.publish(0, &r, &[3], 1);
+    w.run();
+    view.report(0, s[0].poll());
+    assert_eq!((s[0].poll(), view.agree()), (KvPoll::WaitingForInput, KvPoll::Bootstrapping));
+    look(&mut view);
+    assert_eq!(view.agree(), KvPoll::WaitingForInput);
+    // An abort lands on one of them after the consensus: good for this step on both, Failed in the next on both.
+    // Decode, which would tell the other stage, is slow.
+    w.d[0].stopped = true;
+    w.abort_p(1, &s[1]);
+    w.run();
+    look(&mut view);
+    assert_eq!((s[0].poll(), s[1].poll(), view.poll()), (KvPoll::WaitingForInput, FAILED, KvPoll::WaitingForInput));
+    assert_eq!((view.agree(), view.poll()), (FAILED, FAILED));
+    // It stays, whatever a rank says later.
+    view.report(1, SUCCESS);
+    view.report(0, SUCCESS);
+    view.report(9, KvPoll::Bootstrapping);
+    assert_eq!(view.agree(), FAILED);
+    w.d[0].stopped = false;
+    w.run();
+    assert_eq!(polls(&s), [0, 0]);
+    end(&mut w, &s, &[r]);
 }

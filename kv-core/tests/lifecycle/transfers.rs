@@ -266,3 +266,30 @@ fn cat_f62_one_rooms_trouble_is_its_own() {
         w.abandon();
     }
 }
+
+#[test]
+fn cat_f69_ten_thousand_rooms_send_one_message_each_and_no_aux_data() {
+    const ROOMS: u64 = 10_000;
+    let mut w = world();
+    for first in (1..=ROOMS).step_by(100) {
+        let rooms: Vec<_> = (first..first + 100).map(|n| (w.sender(0, n), w.receiver(0, n))).collect();
+        w.run();
+        for (s, r) in &rooms {
+            w.publish(0, r, &[3], 1);
+            w.send(0, s, &[0], 0, true);
+        }
+        w.run();
+        for (s, r) in &rooms {
+            assert_eq!((s.poll(), r.poll()), (SUCCESS, SUCCESS));
+            w.clear_p(0, s);
+            w.clear_d(0, r);
+        }
+        w.run();
+    }
+    // The metadata slot goes with the last chunk's write; what travels by message is one status a room.
+    assert_eq!(w.d[0].aux_row(1), w.p[0].aux_row(0));
+    assert_eq!(w.p[0].stats.messages_out.get(), ROOMS);
+    // One registration, one metadata a room.
+    assert_eq!(w.d[0].stats.messages_out.get(), ROOMS + 1);
+    w.assert_nothing_held();
+}
