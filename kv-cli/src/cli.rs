@@ -61,6 +61,16 @@ pub enum Command {
     Wire(WireCommand),
 }
 
+impl Command {
+    /// `kvt sim`.
+    pub fn is_simulation(&self) -> bool {
+        #[cfg(feature = "sim")]
+        return matches!(self, Self::Sim(_));
+        #[cfg(not(feature = "sim"))]
+        false
+    }
+}
+
 /// `kvt sim`.
 #[cfg(feature = "sim")]
 #[derive(Debug, Args)]

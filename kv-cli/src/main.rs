@@ -16,7 +16,9 @@ fn main() -> ExitCode {
     // Standard output is for results (and, in a worker, for events).
     // RUST_LOG: a level, or `target=level` by commas.
     let filter = std::env::var("RUST_LOG").ok().and_then(|text| text.parse::<Targets>().ok());
-    let filter = filter.unwrap_or_else(|| Targets::new().with_default(LevelFilter::WARN));
+    // A simulation provokes every warning there is.
+    let level = if cli.command.is_simulation() { LevelFilter::OFF } else { LevelFilter::WARN };
+    let filter = filter.unwrap_or_else(|| Targets::new().with_default(level));
     tracing_subscriber::registry().with(tracing_subscriber::fmt::layer().with_writer(io::stderr)).with(filter).init();
     match kv_cli::run(cli) {
         Ok(code) => code,

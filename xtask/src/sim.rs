@@ -12,7 +12,8 @@ use crate::sh::{self, Result};
 const ROOMS: &str = "1000000";
 
 pub fn run(args: &[String]) -> Result<ExitCode> {
-    let mut command = sh::cargo(["run", "--release", "--locked", "--quiet", "-p", "kv-transfer-cli", "--features", "sim"]);
+    let mut command =
+        sh::cargo(["run", "--release", "--locked", "--quiet", "-p", "kv-transfer-cli", "--features", "sim"]);
     command.args(["--bin", "kvt", "--", "sim"]).args(args);
     let given = |name: &str| args.iter().any(|a| a == name || a.starts_with(&format!("{name}=")));
     if !given("--rooms") {

@@ -43,7 +43,10 @@ fn print_report(r: &SimReport, wall: f64) {
         "  {} releases without proof (by policy), {} spans landed after one",
         r.released_without_proof, r.landed_without_proof
     );
-    println!("  {} things were unresolved when faults ended, each by name, and drained when they settled", r.unresolved);
+    println!(
+        "  {} things were unresolved when faults ended, each by name, and drained when they settled",
+        r.unresolved
+    );
     for named in &r.named {
         println!("    e.g. {named}");
     }

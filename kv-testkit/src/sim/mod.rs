@@ -24,6 +24,7 @@ mod drain;
 mod faults;
 mod fleet;
 mod life;
+mod observe;
 mod oracle;
 mod print;
 mod told;
