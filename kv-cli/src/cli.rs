@@ -51,11 +51,26 @@ pub enum Command {
     /// Replay a request trace between prefill and decode ranks on this machine, each a process.
     #[command(after_long_help = crate::report::JSON_HELP)]
     Replay(ReplayArgs),
+    /// Simulate fleets under faults: many room lives, each checked. One episode is replayed by its seed.
+    #[cfg(feature = "sim")]
+    Sim(SimArgs),
     /// Say which transports and devices work here, which do not, why, and what would change that.
     Doctor,
     /// Control messages.
     #[command(subcommand)]
     Wire(WireCommand),
+}
+
+/// `kvt sim`.
+#[cfg(feature = "sim")]
+#[derive(Debug, Args)]
+pub struct SimArgs {
+    /// Run episodes until so many room lives have ended. 1: the episode of --seed alone.
+    #[arg(long, default_value_t = 20_000)]
+    pub rooms: u64,
+    /// Print everything that happens in the last episode, a line an event.
+    #[arg(long)]
+    pub trace: bool,
 }
 
 /// `kvt bootstrap`.

@@ -31,6 +31,8 @@ pub fn run(cli: cli::Cli) -> error::Result<ExitCode> {
         Command::Decode(args) => commands::role::run(Role::Decode, args, json, seed, pattern),
         Command::Demo(args) => commands::replay::demo(args, json, seed, pattern),
         Command::Replay(args) => commands::replay::replay(&args, json, seed, pattern),
+        #[cfg(feature = "sim")]
+        Command::Sim(args) => commands::sim::run(&args, json, seed),
         Command::Doctor => commands::doctor::run(json),
         Command::Wire(WireCommand::Decode(args)) => commands::wire_decode::run(&args, json),
     }

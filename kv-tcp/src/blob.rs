@@ -8,7 +8,7 @@ use crate::codec::{Malformed, Put, Reader};
 use crate::host::HostIdentity;
 
 /// Version of the blob and of the wire; both sides must have the same.
-pub(crate) const VERSION: u16 = 2;
+pub(crate) const VERSION: u16 = 1;
 const MAGIC: &[u8; 4] = b"KVTM";
 /// Longest name of a transport, bytes.
 pub(crate) const MAX_NAME: usize = 255;

@@ -62,7 +62,9 @@ pub struct TcpConfig {
     pub max_connections_per_session: usize,
     /// Connections that have not said who they are yet.
     pub max_handshakes: usize,
-    /// Time for one connection attempt and its handshake.
+    /// Time for one connection attempt and its handshake. `connect` makes one to each address of the peer until one
+    /// answers, then one a data connection and lane; `lane` makes one a peer. Both block their caller for that long,
+    /// and nobody else.
     pub connect_timeout: Duration,
     /// A connection whose peer's *kernel* acknowledges nothing for this long is lost. A stopped process's kernel still
     /// acknowledges, so slowness never ends a connection.

@@ -1,5 +1,6 @@
 //! Connecting to a peer: blocking, on the caller's (connector) thread.
 
+use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -40,8 +41,7 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
     inner.keeper.post(Task::Retry(blob.name.clone()));
 
     let session = Key::random().map_err(|e| failure(ErrorKind::Unavailable, "random numbers", e))?;
-    let mut lanes = inner.all_lanes();
-    let first = lanes.first().map_or(NO_LANE, |l| l.index);
+    let first = inner.all_lanes().first().map_or(NO_LANE, |l| l.index);
     let (sock, address, welcome) = open(inner, &blob, &session, first)?;
     let sock = Arc::new(sock);
     if welcome.host != Some(blob.host) {
@@ -66,26 +66,37 @@ pub(crate) fn connect(inner: &Arc<Inner>, descriptor: &PeerDescriptor) -> Result
             data.push(Arc::new(dial(Purpose::Data)?.0));
         }
     }
-    let tie = inner.tie();
-    // Lanes may have come meanwhile; from here on none does.
-    lanes = inner.all_lanes();
-    let mut links = Vec::new();
-    let mut spare = Some(Arc::clone(&sock));
-    for lane in lanes {
-        if lane.index == first {
-            spare = None;
-            links.push((lane, Arc::clone(&sock)));
-        } else {
-            let (sock, _) = dial(Purpose::Lane { lane: lane.index })?;
-            links.push((lane, Arc::new(sock)));
+    // Lanes may come while others are dialled: dial for those that are known, and look again with the door closed.
+    let mut dialled = HashMap::from([(first, sock)]);
+    let (tie, lanes) = loop {
+        let tie = inner.tie();
+        let lanes = inner.all_lanes();
+        let missing: Vec<u32> = lanes.iter().map(|l| l.index).filter(|l| !dialled.contains_key(l)).collect();
+        if missing.is_empty() {
+            break (tie, lanes);
         }
-    }
+        drop(tie);
+        for lane in missing {
+            dialled.insert(lane, Arc::new(dial(Purpose::Lane { lane })?.0));
+        }
+    };
     // Two connectors may have raced for the same generation: the first one's session stays.
     if let Some(winner) = inner.all_peers().into_iter().find(|p| p.name == blob.name && p.live())
         && !winner.closing.load(Ordering::Acquire)
     {
         winner.set_regions(blob.regions);
         return Ok(winner.id);
+    }
+    let links: Vec<_> =
+        lanes.into_iter().filter_map(|lane| dialled.remove(&lane.index).map(|sock| (lane, sock))).collect();
+    // Without lanes, the connection that opened the session keeps it alive. Those of other lanes that went away
+    // meanwhile end in order, so that the session does not end with them.
+    let spare = dialled.remove(&first);
+    for sock in dialled.into_values() {
+        let mut bye = Vec::new();
+        frame::put(&mut bye, Kind::Bye, |_| {});
+        // A connection that takes no 8 bytes is broken, and so is its session.
+        let _ = (&*sock).write_all(&bye);
     }
     let sockets = links.iter().map(|l| &l.1).chain(&data).map(Arc::downgrade).collect();
     // Spread over the workers, starting at another one for every peer.

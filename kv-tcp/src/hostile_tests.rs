@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -385,6 +386,27 @@ fn cat_f62_a_panic_in_one_connections_handler_ends_that_connection_only() {
     bytes.extend_from_slice(&[1; 100]);
     bystander.write_all(&bytes).unwrap();
     assert_eq!(frame::ack(&next(&mut bystander).unwrap().1).unwrap().1, Status::Done);
+}
+
+/// A worker that cannot wait leaves no connection open that nobody reads, and serves again when it can.
+#[test]
+fn cat_f62_a_worker_whose_wait_fails_closes_its_connections_and_recovers() {
+    let t = target(TcpConfig { workers: 1, ..TcpConfig::loopback() });
+    let mut peer = t.join(Purpose::Open { lane: 0 }, Key([1; 16]));
+    let worker = &t.transport.inner().workers[0];
+    let ep = worker.ep.as_raw_fd();
+    let other = std::fs::File::open("/dev/null").unwrap();
+    // SAFETY: plain descriptors; `kept` is ours.
+    let kept = unsafe { libc::dup(ep) };
+    assert!(kept >= 0);
+    // SAFETY: plain descriptors: the set's number stands for another file for a while.
+    assert_eq!(unsafe { libc::dup2(other.as_raw_fd(), ep) }, ep);
+    worker.wake();
+    assert!(next(&mut peer).is_none(), "the connection ends");
+    assert_eq!(t.transport.stats().sessions, 0);
+    // SAFETY: as above.
+    assert!(unsafe { libc::dup2(kept, ep) == ep && libc::close(kept) == 0 });
+    t.still_serves();
 }
 
 /// A target in another container, by hand: it takes the session, then its host is gone without a word. No proof comes,

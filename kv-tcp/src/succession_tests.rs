@@ -1,5 +1,5 @@
-//! Who may say that a peer's place was taken: peers of another pid namespace, played by hand, so that nothing but what
-//! they say can be known about them.
+//! Peers of another pid namespace, played by hand, so that nothing but what they say can be known about them: who may
+//! say that a peer's place was taken, and what one of them can do to the others.
 
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -204,4 +204,45 @@ fn cat_f54_a_process_that_runs_on_this_host_is_not_dead_because_it_has_a_success
     p.until(3);
     let quiet = Settlement::Settled { src_quiet: true, dst_quiet: true };
     assert_eq!(p.news[2], LaneEvent::Settlement(OpId(1), quiet));
+}
+
+/// A peer that lets one dial hang holds up nobody else's coming and going.
+#[test]
+fn a_dial_that_hangs_does_not_hold_up_disconnect_or_a_new_lane() {
+    let p = Source::new();
+    let _second = p.transport.lane().unwrap();
+    let (l, at) = listener();
+    let blob = blob("slow", far(1), at);
+    let (metadata, endpoint) = (blob.encode(), Endpoint::new("far", 1));
+    let descriptor = PeerDescriptor { name: blob.name, metadata, endpoint };
+    let transport = &p.transport;
+    let ((hangs, seen), (go_on, may)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
+    let kept = std::thread::scope(|scope| {
+        let there = scope.spawn(move || {
+            // The first lane's, one for data, the second lane's, and that of the lane that comes meanwhile.
+            let take = |n| {
+                let mut s = l.accept().unwrap().0;
+                next(&mut s).unwrap();
+                if n == 2 {
+                    hangs.send(()).unwrap();
+                    may.recv().unwrap();
+                }
+                let mut out = Vec::new();
+                Welcome { verdict: Verdict::Tcp, text: String::new(), host: Some(far(1)) }.encode(&mut out);
+                s.write_all(&out).unwrap();
+                s
+            };
+            (0..4).map(take).collect::<Vec<_>>()
+        });
+        let connect = scope.spawn(|| transport.connect(&descriptor).unwrap());
+        seen.recv().unwrap();
+        transport.disconnect(PeerId(u64::MAX));
+        let third = transport.lane().unwrap();
+        // Only now does the dial go on: had either waited for it, it would have run out of time.
+        go_on.send(()).unwrap();
+        let peer = connect.join().unwrap();
+        (there.join().unwrap(), third, peer)
+    });
+    assert_eq!(transport.peer_path(kept.2).unwrap().connections, 4);
+    assert_eq!(transport.stats().peers_lost, 0);
 }

@@ -59,7 +59,7 @@ pub(crate) struct Inner {
     next_lane: AtomicU32,
     peers: Mutex<HashMap<PeerId, Arc<Peer>>>,
     lanes: Mutex<Vec<Weak<LaneShared>>>,
-    /// Held while lanes and peers are tied together, so that each pair gets one connection.
+    /// Held while lanes and peers are tied together, so that each pair gets one connection. Never while one is dialled.
     ties: Mutex<()>,
 }
 
@@ -288,6 +288,11 @@ impl TcpTransport {
         })
     }
 
+    #[cfg(test)]
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.core.inner
+    }
+
     /// The addresses published to peers.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.core.inner.addresses
@@ -396,19 +401,36 @@ impl Transport for TcpTransport {
 
     fn lane(&self) -> Result<Box<dyn Lane>, TransportError> {
         let inner = &self.core.inner;
-        let _tie = inner.tie();
         let index = inner.next_lane.fetch_add(1, Ordering::Relaxed);
         let shared = LaneShared::new(index).map_err(|e| failure(ErrorKind::Unavailable, "eventfd", e))?;
         let lane = TcpLane::new(Arc::clone(&self.core), Arc::clone(&shared))
             .map_err(|e| failure(ErrorKind::Unavailable, "epoll", e))?;
-        for peer in inner.all_peers().iter().filter(|p| p.live()) {
-            match crate::connect::add_lane(inner, peer, index) {
-                Ok(sock) => shared.linked(peer, sock),
-                Err(e) => peer.lose(inner, e),
+        // Peers may come while others are dialled, which takes seconds where one does not answer: so dial those that
+        // are known, and look again with the door closed.
+        let mut dialled = HashMap::new();
+        loop {
+            let missing = {
+                let _tie = inner.tie();
+                let peers: Vec<_> = inner.all_peers().into_iter().filter(|p| p.live()).collect();
+                let missing: Vec<_> = peers.iter().filter(|p| !dialled.contains_key(&p.id)).cloned().collect();
+                if missing.is_empty() {
+                    for peer in peers {
+                        if let Some(sock) = dialled.remove(&peer.id) {
+                            shared.linked(&peer, sock);
+                        }
+                    }
+                    lock(&inner.lanes).push(Arc::downgrade(&shared));
+                    return Ok(Box::new(lane));
+                }
+                missing
+            };
+            for peer in missing {
+                match crate::connect::add_lane(inner, &peer, index) {
+                    Ok(sock) => drop(dialled.insert(peer.id, sock)),
+                    Err(e) => peer.lose(inner, e),
+                }
             }
         }
-        lock(&inner.lanes).push(Arc::downgrade(&shared));
-        Ok(Box::new(lane))
     }
 }
 

@@ -173,6 +173,31 @@ fn a_dropped_lane_keeps_its_memory_until_its_ops_are_settled() {
     }
 }
 
+/// The last handle of a source goes, in whatever state it is: at the target, nothing of it stays connected.
+#[test]
+fn cat_f55_a_dropped_transport_leaves_no_session_at_its_peers() {
+    for config in [direct(), tcp()] {
+        let d = Side::new(config.clone(), 32 << 20);
+        for (lanes, ops) in [(0, 0), (1, 0), (2, 0), (1, 5)] {
+            let p = Side::new(config.clone(), 32 << 20);
+            let mut ears: Vec<Ear> = (0..lanes).map(|_| Ear::new(&p)).collect();
+            let peer = p.connect(&d.descriptor(1));
+            assert_eq!(d.transport.stats().sessions, 1);
+            for n in 0..ops {
+                ears[0].submit(p.op(n, peer, piece(&p, 0, d.base(), 32 << 20)));
+            }
+            // The transport goes first and its lanes last; with them, everything.
+            drop(p);
+            assert!(lanes == 0 || d.transport.stats().sessions == 1, "a lane keeps it");
+            drop(ears);
+            settle_down("the target forgot it", || {
+                let stats = d.transport.stats();
+                stats.sessions == 0 && stats.connections_in == 0
+            });
+        }
+    }
+}
+
 #[test]
 fn registration_needs_host_memory() {
     struct Odd(u64, u64, MemoryKind);

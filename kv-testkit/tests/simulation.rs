@@ -12,7 +12,7 @@ fn seed() -> u64 {
 #[test]
 fn r_f_twenty_thousand_room_lives_drain_or_are_named() {
     let (seed, rooms) = (seed(), std::env::var("KV_SIM_ROOMS").ok().and_then(|s| s.parse().ok()).unwrap_or(20_000));
-    println!("kvt sim --seed {seed} --rooms {rooms}");
+    println!("cargo xtask sim --seed {seed} --rooms {rooms}");
     match run(SimOptions::new(seed, rooms)) {
         Ok(report) => println!("{report:#?}"),
         Err(failure) => panic!("{}\n{failure}", failure.trace.join("\n")),

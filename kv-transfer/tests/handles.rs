@@ -1,5 +1,5 @@
 //! Handles over real threads, sockets and memory: what their callers may do in any order, and from any thread.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};

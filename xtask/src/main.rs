@@ -1,4 +1,4 @@
-//! Project tasks: `cargo xtask ci | demo | golden | bench | model | fuzz`.
+//! Project tasks: `cargo xtask ci | demo | golden | bench | model | fuzz | sim`.
 
 mod bench;
 mod ci;
@@ -6,6 +6,7 @@ mod fuzz;
 mod golden;
 mod model;
 mod sh;
+mod sim;
 
 use std::process::ExitCode;
 
@@ -35,6 +36,13 @@ enum Task {
     Fuzz(fuzz::FuzzArgs),
     /// Explore the rooms in every order of events, full size, and put the known faults back; Markdown tables.
     Model,
+    /// Simulate fleets under faults (`kvt sim`, release build); what follows is passed on. Default: a new seed, 1,000,000
+    /// room lives.
+    Sim {
+        /// Arguments of `kvt sim`.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
     /// Run the budget benchmarks; what follows is passed on. `--json`: the last line is an array of rows.
     Bench {
         /// Arguments of the benchmark program.
@@ -52,6 +60,7 @@ fn main() -> ExitCode {
             Task::Golden(args) => golden::run(&args),
             Task::Fuzz(args) => fuzz::run(&args),
             Task::Model => model::run(),
+            Task::Sim { args } => sim::run(&args),
             Task::Bench { args } => bench::run(&args),
         }
     });

@@ -54,7 +54,7 @@ pub(super) struct Episode {
     pub(super) failed_status: FailedStatusPolicy,
     /// Both sides of every pair say that they are ours, and name lives.
     pub(super) all_ours: bool,
-    /// Room numbers are used again as soon as both sides are done with them, whatever is still under way about them.
+    /// Room numbers are used again as soon as both sides have cleared them, whatever is still held or under way for them.
     pub(super) reuse: bool,
 }
 

@@ -99,7 +99,7 @@ impl Sim {
             }
             15..25 => {
                 let (at, peer) = if self.rng.chance(0.5) { (pe, de) } else { (de, pe) };
-                self.lossy = true;
+                self.trouble_at = self.clock.now();
                 self.net.lose_peer(&at, &peer, "connection reset");
             }
             25..35 => {
@@ -114,7 +114,7 @@ impl Sim {
             }
             45..52 => self.restart_decode(d),
             52..58 => {
-                self.lossy = true;
+                self.trouble_at = self.clock.now();
                 let addr = self.episode.prefills[self.p[p].engine].shape.bootstrap_addr.clone();
                 self.restart_prefill(p);
                 // Heartbeats see it, after their time.
@@ -142,7 +142,7 @@ impl Sim {
                 self.after(lasts, Ev::Undo(Undo::Directory(d)));
             }
             76..82 => {
-                self.stalled = true;
+                self.trouble_at = self.clock.now() + Duration::from_nanos(lasts);
                 let messages = self.rng.below(4) as usize;
                 self.net.set_capacity(messages);
                 self.after(lasts, Ev::Undo(Undo::Capacity));

@@ -9,6 +9,7 @@ use kv_core::event::SourceEvent;
 use kv_core::ids::Room;
 use kv_core::poll::KvPoll;
 use kv_core::room::{ChunkSpec, PublishSpec};
+use kv_core::time::Timestamp;
 
 use super::oracle::{Owner, page, slot};
 use super::{Ev, Sim};
@@ -59,8 +60,10 @@ impl Place {
 /// One life of a room number.
 pub(super) struct Life {
     pub(super) room: u64,
+    born: Timestamp,
     pub(super) prefill: usize,
     pub(super) decode: usize,
+    number_free: bool,
     prefix: u32,
     total: u32,
     /// Where chunks end, as positions; the same on every rank.
@@ -114,8 +117,10 @@ impl Sim {
         let (p, d) = (self.prefill_ranks(prefill), self.decode_ranks(decode));
         let life = Life {
             room,
+            born: self.clock.now(),
             prefill,
             decode,
+            number_free: false,
             prefix,
             total,
             cuts,
@@ -379,6 +384,7 @@ impl Sim {
         self.trace.line(format_args!("{} clears life {id}", self.p[p].name));
         self.p[p].node.push(PrefillCommand::Clear(side.shared.clone()));
         self.touched_p.insert(p);
+        self.maybe_free_number(id);
     }
 
     pub(super) fn clear_receiver(&mut self, id: u64, d: usize) {
@@ -387,6 +393,7 @@ impl Sim {
         self.trace.line(format_args!("{} clears life {id}", self.d[d].node.name));
         self.d[d].node.commands.push(DecodeCommand::Clear(side.shared.clone()));
         self.touched_d.insert(d);
+        self.maybe_free_number(id);
     }
 
     /// A client uses a number that is live.
@@ -555,7 +562,8 @@ impl Sim {
             let about = |f: &crate::net::Flight| f.frames.get(1).is_some_and(|r| *r == room.as_bytes());
             self.net.in_flight().iter().any(|f| f.to == *endpoint && about(f))
         };
-        if told && !self.lossy && !self.stalled && !on_its_way() {
+        let no_loss = self.episode.rates.loss == 0.0 && self.trouble_at < life.born;
+        if told && no_loss && !on_its_way() {
             let name = &self.d[d].node.name;
             self.wrong(format!("{name}: life {id}: timed out, and every Success had arrived"));
         }
@@ -651,11 +659,25 @@ impl Sim {
         self.maybe_end(id);
     }
 
+    /// Both sides have cleared the room: a client may use its number again, whatever is still held for this life.
+    fn maybe_free_number(&mut self, id: u64) {
+        let Some(life) = self.lives.get_mut(&id) else { return };
+        let cleared = |place: &Place| match place {
+            Place::Planned => false,
+            Place::Live(side) => side.cleared,
+            Place::Over => true,
+        };
+        if !life.number_free && life.senders.values().chain(life.receivers.values()).all(cleared) {
+            life.number_free = true;
+            self.numbers.entry(life.decode).or_default().push_back(life.room);
+        }
+    }
+
     fn maybe_end(&mut self, id: u64) {
+        self.maybe_free_number(id);
         let Some(life) = self.lives.get(&id) else { return };
         let over = |all: &BTreeMap<usize, Place>| all.values().all(|s| matches!(s, Place::Over));
         if over(&life.senders) && over(&life.receivers) && life.unproven.is_empty() {
-            self.numbers.entry(life.decode).or_default().push_back(life.room);
             self.lives.remove(&id);
             self.report.lives += 1;
         }

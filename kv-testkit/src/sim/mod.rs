@@ -289,10 +289,8 @@ struct Sim {
     touched_d: BTreeSet<usize>,
     touch_all: bool,
     healing: bool,
-    /// Messages that carry proof may have been lost.
-    lossy: bool,
-    /// Messages may have waited at their sender.
-    stalled: bool,
+    /// Until when messages may have been lost, or have waited at their sender, for another reason than a draw.
+    trouble_at: Timestamp,
     wrong: Vec<String>,
     report: SimReport,
 }
@@ -316,7 +314,6 @@ impl Sim {
         let rates = SharedRates::default();
         rates.set(episode.rates);
         let mut sim = Self {
-            lossy: episode.rates.loss > 0.0,
             next_room: rng.below(1 << 40),
             first_life: rng.below(1 << 20) << 20,
             rng,
@@ -347,7 +344,7 @@ impl Sim {
             touched_d: BTreeSet::new(),
             touch_all: true,
             healing: false,
-            stalled: false,
+            trouble_at: Timestamp::ZERO,
             wrong: Vec::new(),
             report: SimReport::default(),
             episode,

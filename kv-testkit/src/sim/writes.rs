@@ -77,6 +77,10 @@ impl Sim {
             "{} writes {:?} of life {life} to {}: {} spans",
             self.p[p].name, info.id, info.target, info.spans
         ));
+        let failed = |l: &super::life::Life| l.senders.get(&p)?.live().map(|s| s.last.is_terminal());
+        if self.lives.get(&life).and_then(failed) == Some(true) {
+            self.wrong(format!("{}: {:?} was posted for life {life}, which had ended", self.p[p].name, info.id));
+        }
         let mut write = Write {
             life,
             p,
