@@ -345,7 +345,7 @@ impl DecodeEngine for ManagedDecode {
                 KvPoll::Success => self.success(room, out),
                 KvPoll::Failed => {
                     if let Some(open) = self.rooms.open.remove(&room) {
-                        // Not cleared yet: its pages and row are held until it is releasable.
+                        // Its pages and row are held until it is releasable.
                         let reason = open.handle.failure().map_or_else(String::new, |e| e.reason);
                         out.push(EngineEvent::Failed { room, reason });
                         self.rooms.held.insert(room, open);

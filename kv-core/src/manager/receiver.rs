@@ -185,7 +185,8 @@ impl KvReceiver {
         }
     }
 
-    /// Conclude, clear, and say why the room failed (D8). `None` for a room that succeeded.
+    /// Conclude, clear, and say why the room failed (D8). `None` for a room that succeeded. Asked before the room has
+    /// ended, it blocks until the shard has concluded it, for at most 5 s.
     pub fn failure(&self) -> Option<KvTransferError> {
         if self.poll() == KvPoll::Success {
             return None;

@@ -152,7 +152,8 @@ impl KvSender {
         }
     }
 
-    /// Conclude, clear, and say why the room failed. `None` for a room that succeeded.
+    /// Conclude, clear, and say why the room failed. `None` for a room that succeeded. Asked before the room has ended,
+    /// it blocks until the shard has concluded it, for at most 5 s.
     pub fn failure(&self) -> Option<KvTransferError> {
         if self.poll() == KvPoll::Success {
             return None;

@@ -91,13 +91,14 @@ pub fn run(args: &FuzzArgs) -> Result<ExitCode> {
 fn line(target: &str, row: &Row) -> String {
     let number = |n: Option<u64>| n.map_or("-".to_owned(), |n| n.to_string());
     format!(
-        "{target:16} {:>12} {:>9.0} {:>8} {:>8} {:>6} {:>5} ms {:>7}",
+        "{target:16} {:>12} {:>9.0} {:>8} {:>8} {:>6} {:>8} {:>7}",
         row.executions,
         row.executions as f64 / row.seconds.max(0.001),
         number(row.coverage.map(|c| c.0)),
         number(row.coverage.map(|c| c.1)),
         number(row.finds.map(|n| n as u64)),
-        row.slowest_ms,
+        // libFuzzer counts whole seconds.
+        if row.slowest_ms == 0 { "< 1 s".to_owned() } else { format!("{} ms", row.slowest_ms) },
         row.crashes.len(),
     )
 }
@@ -123,7 +124,7 @@ mod tests {
     fn a_row_says_what_is_known() {
         let row = Row { executions: 2000, seconds: 4.0, coverage: Some((10, 30)), finds: Some(3), ..Row::default() };
         let words = |row: &Row| line("t", row).split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-        assert_eq!(words(&row), ["t", "2000", "500", "10", "30", "3", "0", "ms", "0"]);
-        assert_eq!(words(&Row::default()), ["t", "0", "0", "-", "-", "-", "0", "ms", "0"]);
+        assert_eq!(words(&row), ["t", "2000", "500", "10", "30", "3", "<", "1", "s", "0"]);
+        assert_eq!(words(&Row::default()), ["t", "0", "0", "-", "-", "-", "<", "1", "s", "0"]);
     }
 }
