@@ -113,6 +113,13 @@ impl P {
         self.node.kv.write(entry as usize * self.node.entry_len + page as usize * PAGE_LEN, bytes);
     }
 
+    /// Bytes that belong to no life.
+    pub(super) fn destroy(&self, pages: &[i32]) {
+        for page in pages {
+            (0..self.node.entries).for_each(|entry| self.write_page(*page, entry, &[0xdd; PAGE_LEN]));
+        }
+    }
+
     pub(super) fn fill_row(&self, row: i32, bytes: &[u8]) {
         self.node.aux.write(row as usize * AUX_LEN, bytes);
     }

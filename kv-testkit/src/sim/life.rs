@@ -28,8 +28,8 @@ pub(super) struct Side {
     pub(super) given: bool,
     /// Sender: chunks sent. Receiver: metadata published.
     pub(super) progress: usize,
-    /// Wait events that have not fired.
-    events: Vec<SourceEvent>,
+    /// Wait events, and the positions whose bytes are there when they fire.
+    events: Vec<(SourceEvent, Range<u32>)>,
 }
 
 /// What became of a side.
@@ -327,19 +327,44 @@ impl Sim {
             aux_index: Some(side.row as u32),
         };
         let shared = side.shared.clone();
-        side.events.extend(event.clone());
+        let nth = side.events.len();
+        side.events.extend(event.clone().map(|e| (e, from..to)));
+        if event.is_some() {
+            // The kernel that computes these pages has not run yet.
+            let pages = pages.to_vec();
+            self.p[p].destroy(&pages);
+        }
         self.trace.line(format_args!("{} sends {from}..{to} of life {id}, last {is_last}", self.p[p].name));
         let wait: Option<Arc<dyn kv_core::event::WaitEvent>> = event.clone().map(|e| Arc::new(e) as _);
         self.p[p].node.push(PrefillCommand::Send(shared, spec, wait));
-        if let Some(event) = event {
+        if event.is_some() {
             let ok = !self.rng.chance(0.03) || self.healing;
             let at = self.rng.below(3 * MS);
-            self.after(at, Ev::Signal(event, ok));
+            self.after(at, Ev::Signal(id, p, nth, ok));
         }
         if !is_last {
             let at = self.rng.below(2 * MS);
             self.after(at, Ev::Send(id, p));
         }
+    }
+
+    /// A wait event fires, and the bytes are there; or its kernel was cancelled.
+    pub(super) fn signal(&mut self, id: u64, p: usize, nth: usize, ok: bool) {
+        let Some(life) = self.lives.get(&id) else { return };
+        let first = self.part(life, p).start;
+        let Some(side) = life.senders.get(&p).and_then(Place::live) else { return };
+        let Some((event, positions)) = side.events.get(nth).cloned() else { return };
+        if !ok {
+            return event.signal(Err("the kernel was cancelled".into()));
+        }
+        if !side.given {
+            let rank = &self.p[p];
+            for position in positions {
+                let at = side.pages[(position - first) as usize];
+                (0..rank.node.entries).for_each(|e| rank.write_page(at, e, &page(id, rank.process, e, position)));
+            }
+        }
+        event.signal(Ok(()));
     }
 
     pub(super) fn publish(&mut self, id: u64, d: usize) {
@@ -504,10 +529,11 @@ impl Sim {
         for id in ids {
             let Some(life) = self.lives.get(&id) else { continue };
             let p: Vec<usize> = life.senders.keys().copied().collect();
-            let events: Vec<SourceEvent> =
-                life.senders.values().filter_map(Place::live).flat_map(|s| s.events.clone()).collect();
-            for event in events {
-                event.signal(Ok(()));
+            let count = |s: &Side| s.events.len();
+            let events: Vec<(usize, usize)> =
+                life.senders.iter().filter_map(|(p, s)| Some((*p, count(s.live()?)))).collect();
+            for (p, events) in events {
+                (0..events).for_each(|nth| self.signal(id, p, nth, true));
             }
             for i in p {
                 self.after(MS, Ev::Send(id, i));

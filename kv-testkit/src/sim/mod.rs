@@ -39,7 +39,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::engine::RoomShared;
-use kv_core::event::SourceEvent;
 use kv_core::ids::OpId;
 use kv_core::limits::Limits;
 use kv_core::net::Endpoint;
@@ -241,7 +240,7 @@ enum Ev {
     CreateReceiver(u64, usize),
     Publish(u64, usize),
     Send(u64, usize),
-    Signal(SourceEvent, bool),
+    Signal(u64, usize, usize, bool),
     AbortSender(u64, usize),
     AbortReceiver(u64, usize),
     ClearSender(u64, usize),
@@ -427,8 +426,7 @@ impl Sim {
             Ev::CreateReceiver(life, d) => self.create_receiver(life, d),
             Ev::Publish(life, d) => self.publish(life, d),
             Ev::Send(life, p) => self.send(life, p),
-            Ev::Signal(event, true) => event.signal(Ok(())),
-            Ev::Signal(event, false) => event.signal(Err("the kernel was cancelled".into())),
+            Ev::Signal(life, p, nth, ok) => self.signal(life, p, nth, ok),
             Ev::AbortSender(life, p) => self.abort_sender(life, p),
             Ev::AbortReceiver(life, d) => self.abort_receiver(life, d),
             Ev::ClearSender(life, p) => self.clear_sender(life, p),

@@ -2,7 +2,6 @@
 
 use kv_core::poll::KvPoll;
 
-use super::config::PAGE_LEN;
 use super::life::{Place, Side};
 use super::oracle::{Owner, page, slot};
 use super::{Ev, Sim};
@@ -75,10 +74,7 @@ impl Sim {
             let rank = &mut self.p[p];
             let Some(side) = self.lives.get_mut(&id).and_then(|l| l.senders.get_mut(&p)?.live_mut()) else { return };
             side.given = true;
-            let dead = [0xdd; PAGE_LEN];
-            for page in &side.pages {
-                (0..rank.node.entries).for_each(|entry| rank.write_page(*page, entry, &dead));
-            }
+            rank.destroy(&side.pages);
             rank.fill_row(side.row, &[0xdd; AUX_LEN]);
             rank.pages.give(&side.pages);
             rank.rows.give(&[side.row]);
