@@ -134,6 +134,7 @@ impl Sim {
             "life {id} room {room}: prefill {prefill} -> decode {decode}, {total} pages, {prefix} there, cuts {:?}",
             life.cuts
         ));
+        self.owners.life(id, room);
         self.lives.insert(id, life);
         let (mut p_at, mut d_at) = (self.rng.below(500 * US), self.rng.below(500 * US));
         if odd && self.rng.chance(0.1) {

@@ -128,6 +128,7 @@ impl Sim {
                     self.after(at, Ev::ClearReceiver(id, d));
                 }
             }
+            self.hold_destination(id, d);
             self.give_back_destination(id, d, unproven);
         }
         if unproven && self.unproven_count(d) == before {
@@ -192,6 +193,14 @@ impl Sim {
         self.owners.set(&name, &pages, row as u32, Owner::Done(id));
         for text in found {
             self.wrong(format!("{name}: life {id}: {text}"));
+        }
+    }
+
+    /// A room that failed keeps its pages until nothing can land.
+    fn hold_destination(&mut self, id: u64, d: usize) {
+        let Some(side) = self.lives.get(&id).and_then(|l| l.receivers[&d].live()) else { return };
+        if side.shared.poll() == KvPoll::Failed && !side.given {
+            self.owners.set(&self.d[d].node.name, &side.pages, side.row as u32, Owner::Held(id));
         }
     }
 

@@ -19,6 +19,9 @@ pub(super) enum Owner {
     Free,
     /// This life waits for bytes in it.
     Waiting(u64),
+    /// This life has failed, and its pages are held until nothing can land. A later life of the same number may write
+    /// them, too: prefill pairs its sender with the older metadata when the ABORT was lost. They are nobody else's yet.
+    Held(u64),
     /// This life has reported Success: nothing may land any more.
     Done(u64),
     /// Given back by a release timeout, without proof: this life may still write. It is not used until that is over.
@@ -39,6 +42,8 @@ struct Inner {
     maps: BTreeMap<String, Map>,
     late: u64,
     landed: u64,
+    /// The number of each life.
+    rooms: BTreeMap<u64, u64>,
 }
 
 /// Owners of all destination pages. Clones are the same.
@@ -59,6 +64,11 @@ impl Owners {
             rows: vec![Owner::Free; aux.1 as usize / AUX_LEN],
         };
         self.lock().maps.insert(process.into(), map);
+    }
+
+    /// A life of a number.
+    pub(super) fn life(&self, id: u64, room: u64) {
+        self.lock().rooms.insert(id, room);
     }
 
     pub(super) fn forget(&self, process: &str) {
@@ -108,7 +118,8 @@ impl Owners {
             return Some(format!("{} wrote {:#x} of {}, outside its memory", landing.from, landing.addr, landing.to));
         };
         match owner {
-            Owner::Waiting(of) if of == life => None,
+            Owner::Waiting(of) | Owner::Held(of) if of == life => None,
+            Owner::Held(of) if inner.rooms.get(&of).is_some_and(|room| inner.rooms.get(&life) == Some(room)) => None,
             Owner::Unproven(of) if of == life => {
                 inner.late += 1;
                 None

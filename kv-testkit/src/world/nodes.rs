@@ -233,7 +233,8 @@ impl PrefillNode {
         let busy = !commands.is_empty();
         let next = self.shard.step(now, &mut self.control, &mut commands);
         self.wake = next.at;
-        busy || next.again || !lock(&self.commands).is_empty()
+        // A connection that was asked for in this step has been made by the next one.
+        busy || next.again || self.has_commands()
     }
 }
 
