@@ -204,3 +204,27 @@ fn r_g3_cat_f30_stages_decide_by_one_snapshot() {
     assert_eq!(polls(&s), [0, 0]);
     end(&mut w, &s, &[r]);
 }
+
+#[test]
+fn r_h3_one_page_over_two_cp_ranks_adds_up() {
+    for stages in [1, 2] {
+        let shape = Shape { prefill_cp: 2, all_cp: true, prefill_pp: stages, ..Shape::default() };
+        let mut w = World::new(WorldSpec::of(shape, 1));
+        let (s, r) = w.open(7, &[10]);
+        // One CP rank has the page, the other has none of it and says so.
+        for (p, room) in s.iter().enumerate() {
+            let pages: &[i32] = if w.p[p].place.1 == 1 { &[4] } else { &[] };
+            w.send(p, room, pages, 0, true);
+        }
+        w.run();
+        assert_eq!((polls(&s), polls(&r)), (vec![4; s.len()], vec![4]));
+        end(&mut w, &s, &r);
+        // Where both have nothing, nothing adds up.
+        let (s, r) = w.open(8, &[10]);
+        s.iter().enumerate().for_each(|(p, room)| w.send(p, room, &[], 0, true));
+        w.run();
+        assert_eq!(polls(&r), [0]);
+        assert!(reason(&r[0]).contains("do not add up"), "{}", reason(&r[0]));
+        end(&mut w, &s, &r);
+    }
+}
