@@ -16,7 +16,9 @@
 
 mod config;
 mod connector;
+mod core;
 mod decode;
+mod handle;
 mod live;
 mod prefill;
 mod receiver;
@@ -25,30 +27,15 @@ mod sender;
 
 pub use config::{DecodeConfig, PrefillConfig, PrefillIdentity};
 pub use decode::DecodeManager;
+pub use handle::{RoomHandle, poll_many};
 pub use prefill::PrefillManager;
 pub use receiver::{KvReceiver, MetadataOptions};
 pub use sender::{KvSender, SendOptions};
 
 use crate::ids::Room;
-use crate::poll::KvPoll;
 
 /// `bootstrap_host` of the fake sender and receiver (requirement A5): Success at once, nothing on the wire.
 pub const FAKE_BOOTSTRAP_HOST: &str = "2.2.2.2";
-
-/// A room that can be polled: both handles.
-pub trait RoomHandle {
-    /// Its number.
-    fn room(&self) -> Room;
-    /// One atomic load.
-    fn poll(&self) -> KvPoll;
-}
-
-/// Poll many rooms at once: `out[i]` becomes the state of `rooms[i]`, as far as both reach.
-pub fn poll_many<H: RoomHandle>(rooms: &[&H], out: &mut [KvPoll]) {
-    for (room, out) in rooms.iter().zip(out) {
-        *out = room.poll();
-    }
-}
 
 /// Whether this bootstrap address is the fake one.
 fn is_fake(bootstrap_addr: &str) -> bool {

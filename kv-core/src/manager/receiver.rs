@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::decode::Inner;
-use super::{RoomError, RoomHandle};
+use super::RoomError;
+use super::core::Core;
+use super::handle::room_handle;
 use crate::KvTransferError;
-use crate::engine::{DecodeCommand, RoomShared};
-use crate::ids::Room;
+use crate::engine::{DecodeCommand, DecodeShard, RoomShared};
 use crate::poll::KvPoll;
 use crate::room::{Failure, PublishSpec};
 
@@ -29,7 +29,7 @@ pub struct MetadataOptions {
 /// acknowledged (or the release policy gave up), so keep the handle until [`released`](Self::released) if the pages are
 /// to be used again.
 pub struct KvReceiver {
-    manager: Arc<Inner>,
+    manager: Arc<Core<DecodeShard>>,
     shared: Arc<RoomShared>,
     bootstrap_addr: String,
     stage: Mutex<Stage>,
@@ -46,7 +46,12 @@ enum Stage {
 }
 
 impl KvReceiver {
-    pub(super) fn new(manager: Arc<Inner>, shared: Arc<RoomShared>, bootstrap_addr: String, fake: bool) -> Self {
+    pub(super) fn new(
+        manager: Arc<Core<DecodeShard>>,
+        shared: Arc<RoomShared>,
+        bootstrap_addr: String,
+        fake: bool,
+    ) -> Self {
         Self { manager, shared, bootstrap_addr, stage: Mutex::new(Stage::New), fake }
     }
 
@@ -72,23 +77,11 @@ impl KvReceiver {
         *stage = Stage::Started;
         if !self.fake {
             let (shared, bootstrap_addr) = (self.shared.clone(), self.bootstrap_addr.clone());
-            self.manager.enqueue(DecodeCommand::Create { shared, bootstrap_addr, prefill_dp_rank });
+            self.manager.engine.enqueue(DecodeCommand::Create { shared, bootstrap_addr, prefill_dp_rank });
             drop(stage);
-            self.manager.kick();
+            self.manager.engine.kick();
         }
         Ok(())
-    }
-
-    /// Wait until pages may be published (WaitingForInput) or the room failed.
-    pub async fn ready(&self) -> KvPoll {
-        self.shared.wait_for(|s| s.poll() != KvPoll::Bootstrapping).await;
-        self.poll()
-    }
-
-    /// As [`ready`](Self::ready), blocking, for at most this long.
-    pub fn ready_timeout(&self, timeout: Duration) -> KvPoll {
-        self.shared.wait_for_timeout(timeout, |s| s.poll() != KvPoll::Bootstrapping);
-        self.poll()
     }
 
     /// Publish where this request's KV goes: pages in order of the request's tokens from `decode_prefix_len` on, and
@@ -120,45 +113,12 @@ impl KvReceiver {
         Ok(())
     }
 
-    /// The room's state: one atomic load (B3).
-    pub fn poll(&self) -> KvPoll {
-        self.shared.poll()
-    }
-
-    /// Wait for Success or Failed, on any runtime.
-    pub async fn wait(&self) -> KvPoll {
-        self.shared.wait_for(|s| s.poll().is_terminal()).await;
-        self.poll()
-    }
-
-    /// Block until Success or Failed, or the time is over.
-    pub fn wait_timeout(&self, timeout: Duration) -> KvPoll {
-        self.shared.wait_for_timeout(timeout, |s| s.poll().is_terminal());
-        self.poll()
-    }
-
     /// Give the room up: it ends Failed and prefill is told. Can be repeated; changes no terminal state and no recorded
     /// reason (D4).
     pub fn abort(&self) {
         if !self.fake {
             self.manager.submit(DecodeCommand::Abort(self.shared.clone()));
         }
-    }
-
-    /// Whether the pages may be given to someone else: the room is terminal, and no write of it can land any more (or
-    /// the release policy gave up waiting, which is counted).
-    pub fn releasable(&self) -> bool {
-        self.shared.releasable()
-    }
-
-    /// Wait until [`releasable`](Self::releasable).
-    pub async fn released(&self) {
-        self.shared.wait_for(RoomShared::releasable).await;
-    }
-
-    /// Block until [`releasable`](Self::releasable), or the time is over; tells which.
-    pub fn released_timeout(&self, timeout: Duration) -> bool {
-        self.shared.wait_for_timeout(timeout, RoomShared::releasable)
     }
 
     /// Let go of the room. A room that has not ended is concluded Failed (D3); a terminal state keeps its value. The
@@ -174,12 +134,12 @@ impl KvReceiver {
         let hold = started && !self.shared.releasable();
         self.manager.live.give_back(&self.shared, hold, || {
             if started {
-                self.manager.enqueue(DecodeCommand::Clear(self.shared.clone()));
+                self.manager.engine.enqueue(DecodeCommand::Clear(self.shared.clone()));
             }
         });
         drop(stage);
         if started {
-            self.manager.kick();
+            self.manager.engine.kick();
         } else {
             self.shared.conclude_unstarted();
         }
@@ -200,24 +160,6 @@ impl KvReceiver {
         let failure = self.shared.failure().cloned().unwrap_or_else(Failure::elsewhere);
         Some(failure.error(self.room()))
     }
-
-    /// Its number.
-    pub fn room(&self) -> Room {
-        self.shared.room()
-    }
 }
 
-impl RoomHandle for KvReceiver {
-    fn room(&self) -> Room {
-        self.shared.room()
-    }
-    fn poll(&self) -> KvPoll {
-        self.shared.poll()
-    }
-}
-
-impl Drop for KvReceiver {
-    fn drop(&mut self) {
-        self.clear();
-    }
-}
+room_handle!(KvReceiver);

@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use super::prefill::Inner;
-use super::{RoomError, RoomHandle};
+use super::RoomError;
+use super::core::Core;
+use super::handle::room_handle;
 use crate::KvTransferError;
-use crate::engine::{PrefillCommand, RoomShared};
+use crate::engine::{PrefillCommand, PrefillShard, RoomShared};
 use crate::event::WaitEvent;
-use crate::ids::Room;
 use crate::poll::KvPoll;
 use crate::room::{Failure, SendCursor, SendError};
 
@@ -26,7 +26,7 @@ pub struct SendOptions {
 /// WaitingForInput the room ends Failed and decode is told; with writes in flight they run to their end, and their
 /// memory stays registered until it is proven quiet.
 pub struct KvSender {
-    manager: Arc<Inner>,
+    manager: Arc<Core<PrefillShard>>,
     shared: Arc<RoomShared>,
     /// Set by `init()`.
     cursor: Mutex<Option<SendCursor>>,
@@ -35,21 +35,8 @@ pub struct KvSender {
 }
 
 impl KvSender {
-    pub(super) fn new(manager: Arc<Inner>, shared: Arc<RoomShared>, fake: bool) -> Self {
+    pub(super) fn new(manager: Arc<Core<PrefillShard>>, shared: Arc<RoomShared>, fake: bool) -> Self {
         Self { manager, shared, cursor: Mutex::default(), cleared: AtomicBool::new(false), fake }
-    }
-
-    /// Wait until enough decodes have said where the KV goes (WaitingForInput), or the room failed. Sending does not
-    /// need it: chunks sent before wait for it.
-    pub async fn ready(&self) -> KvPoll {
-        self.shared.wait_for(|s| s.poll() != KvPoll::Bootstrapping).await;
-        self.poll()
-    }
-
-    /// As [`ready`](Self::ready), blocking, for at most this long.
-    pub fn ready_timeout(&self, timeout: Duration) -> KvPoll {
-        self.shared.wait_for_timeout(timeout, |s| s.poll() != KvPoll::Bootstrapping);
-        self.poll()
     }
 
     /// Tokens of the request that decode already has, a whole number of pages: send from there on. Known from
@@ -82,38 +69,25 @@ impl KvSender {
         if self.poll().is_terminal() {
             return Ok(());
         }
-        if !options.state_indices.iter().all(Vec::is_empty) {
+        let state_indices = self.manager.hooks.prepare_send_state_indices(options.state_indices);
+        if !state_indices.iter().all(Vec::is_empty) {
             let backend = self.manager.backend();
             return Err(RoomError::NotSupported { room, what: "a state component", backend });
         }
-        let mut cursor = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(cursor) = cursor.as_mut() else {
+        let mut guard = self.cursor.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(cursor) = guard.as_mut() else {
             return Err(RoomError::Order { room, what: "send() before init()" });
         };
         let spec = cursor.next(kv_indices).map_err(|e| match e {
             SendError::AfterLast => RoomError::AfterLast { room },
             SendError::TooManyPages { pages, sent, total } => RoomError::TooManyPages { room, pages, sent, total },
         })?;
-        // Under the cursor's lock, so that two threads' chunks keep their order.
-        self.manager.submit(PrefillCommand::Send(self.shared.clone(), spec, options.wait_event));
+        // Queued under the cursor's lock, so that two threads' chunks keep their order; carried out without it, since a
+        // waker may call back.
+        self.manager.engine.enqueue(PrefillCommand::Send(self.shared.clone(), spec, options.wait_event));
+        drop(guard);
+        self.manager.engine.kick();
         Ok(())
-    }
-
-    /// The room's state: one atomic load. Success only when every byte is in place and decode has been told.
-    pub fn poll(&self) -> KvPoll {
-        self.shared.poll()
-    }
-
-    /// Wait for Success or Failed, on any runtime.
-    pub async fn wait(&self) -> KvPoll {
-        self.shared.wait_for(|s| s.poll().is_terminal()).await;
-        self.poll()
-    }
-
-    /// Block until Success or Failed, or the time is over.
-    pub fn wait_timeout(&self, timeout: Duration) -> KvPoll {
-        self.shared.wait_for_timeout(timeout, |s| s.poll().is_terminal());
-        self.poll()
     }
 
     /// Give the room up: it ends Failed, and every known decode is told. Can be repeated; changes no terminal state.
@@ -121,21 +95,6 @@ impl KvSender {
         if !self.fake {
             self.manager.submit(PrefillCommand::Abort(self.shared.clone()));
         }
-    }
-
-    /// Whether the source pages are free: the room is terminal and nothing reads them any more.
-    pub fn releasable(&self) -> bool {
-        self.shared.releasable()
-    }
-
-    /// Wait until [`releasable`](Self::releasable).
-    pub async fn released(&self) {
-        self.shared.wait_for(RoomShared::releasable).await;
-    }
-
-    /// Block until [`releasable`](Self::releasable), or the time is over; tells which.
-    pub fn released_timeout(&self, timeout: Duration) -> bool {
-        self.shared.wait_for_timeout(timeout, RoomShared::releasable)
     }
 
     /// From the first `send()` to Success, and from the last `send()` to Success.
@@ -147,8 +106,8 @@ impl KvSender {
     pub fn clear(&self) {
         if !self.cleared.swap(true, Ordering::AcqRel) && !self.fake {
             let clear = PrefillCommand::Clear(self.shared.clone());
-            self.manager.live.give_back(&self.shared, false, || self.manager.enqueue(clear));
-            self.manager.kick();
+            self.manager.live.give_back(&self.shared, false, || self.manager.engine.enqueue(clear));
+            self.manager.engine.kick();
         }
     }
 
@@ -169,24 +128,4 @@ impl KvSender {
     }
 }
 
-impl RoomHandle for KvSender {
-    fn room(&self) -> Room {
-        self.shared.room()
-    }
-    fn poll(&self) -> KvPoll {
-        self.shared.poll()
-    }
-}
-
-impl KvSender {
-    /// Its number.
-    pub fn room(&self) -> Room {
-        self.shared.room()
-    }
-}
-
-impl Drop for KvSender {
-    fn drop(&mut self) {
-        self.clear();
-    }
-}
+room_handle!(KvSender);

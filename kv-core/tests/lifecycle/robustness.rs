@@ -254,7 +254,6 @@ fn broken_lane(w: &World) -> kv_core::engine::PrefillShard {
         std::sync::Arc::new(layout),
         Box::new(Broken),
         Box::new(w.p[0].connector.clone()),
-        Box::new(w.d[0].directory.clone()),
         std::sync::Arc::new(Stats::default()),
     )
 }

@@ -170,8 +170,6 @@ impl PrefillNode {
             Arc::new(layout),
             transport.lane().expect("a lane"),
             Box::new(connector.clone()),
-            // Prefill asks for nothing.
-            Box::new(FakeDirectory::new(&ManualClock::new())),
             stats.clone(),
         );
         let control = net.bind(&endpoint);

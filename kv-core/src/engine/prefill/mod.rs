@@ -19,7 +19,6 @@ use super::peers::{Link, Peer, Peers, Post};
 use super::timers::Timers;
 use super::{Connected, Connector, MalformedLog, NextWake, RoomFreed, RoomShared, Stats};
 use crate::control::{ControlEvent, ControlPlane};
-use crate::directory::{Directory, DirectoryRequest};
 use crate::error::ABORTED_BY_DECODE_REASON;
 use crate::event::WaitEvent;
 use crate::hooks::ManagerHooks;
@@ -60,8 +59,6 @@ pub enum PrefillCommand {
     Clear(Arc<RoomShared>),
     /// A connection attempt ended.
     Connected(Connected),
-    /// For the directory.
-    Directory(DirectoryRequest),
 }
 
 /// What a prefill shard is made with.
@@ -153,7 +150,6 @@ pub struct PrefillShard {
     layout: Arc<LocalLayout>,
     lane: Box<dyn Lane>,
     connector: Box<dyn Connector>,
-    directory: Box<dyn Directory>,
     planner: Planner,
     rooms: SlotMap<RoomKey, Entry>,
     by_room: HashMap<Room, RoomKey>,
@@ -229,7 +225,6 @@ impl PrefillShard {
         layout: Arc<LocalLayout>,
         lane: Box<dyn Lane>,
         connector: Box<dyn Connector>,
-        directory: Box<dyn Directory>,
         stats: Arc<Stats>,
     ) -> Self {
         Self {
@@ -238,7 +233,6 @@ impl PrefillShard {
             layout,
             lane,
             connector,
-            directory,
             planner: Planner::new(),
             rooms: SlotMap::with_key(),
             by_room: HashMap::new(),
@@ -368,7 +362,6 @@ impl PrefillShard {
         let (shared, event) = match command {
             PrefillCommand::Create(shared) => return self.create(now, shared, control),
             PrefillCommand::Connected(c) => return self.connected(now, c, control),
-            PrefillCommand::Directory(request) => return self.directory.request(request),
             PrefillCommand::Send(shared, spec, event) => return self.send(now, &shared, spec, event, control),
             PrefillCommand::SourceReady(shared, chunk, r) => (shared, SenderEvent::SourceReady(chunk, r)),
             PrefillCommand::Abort(shared) => {

@@ -125,6 +125,12 @@ impl PrefillShard {
         let poll = e.room.poll();
         if poll.is_terminal() && !e.reported {
             e.reported = true;
+            tracing::debug!(
+                module = self.hooks.sender_trace_module(),
+                room = e.room.room().get(),
+                latency = ?e.room.latency(),
+                "sender ended: {poll:?}"
+            );
             match poll {
                 KvPoll::Success => self.stats.rooms_succeeded.inc(),
                 _ => self.stats.rooms_failed.inc(),
