@@ -20,7 +20,7 @@ pub struct Limits {
     pub max_peers: usize,
     /// Decode endpoints one room may have.
     pub max_peers_per_room: usize,
-    /// Open PUSH sockets; the least recently used idle one is closed first.
+    /// Open PUSH sockets; the least recently used idle one is closed first. As many connections of peers are accepted.
     pub max_sockets: usize,
     /// Messages queued towards one peer before `send` reports it as stalled.
     pub max_send_queue: i32,

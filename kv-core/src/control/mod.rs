@@ -56,6 +56,12 @@ pub trait ControlPlane: Send {
     /// Queue a message. Never blocks, never retries for ever. Messages to one endpoint keep their order.
     fn send(&mut self, to: &Endpoint, message: Multipart) -> Result<(), ControlError>;
 
+    /// Hand what [`send`](Self::send) queued to the network, as far as it takes it: the end of a step, so that messages
+    /// of one step travel together. True when there are events to receive. Never blocks.
+    fn flush(&mut self) -> bool {
+        false
+    }
+
     /// Append at most `max` events to `out`. Never blocks.
     fn recv(&mut self, max: usize, out: &mut Vec<ControlEvent>);
 

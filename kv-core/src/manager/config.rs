@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::control::zmq::Implementation;
 use crate::limits::Limits;
 use crate::topology::DecodeRank;
 
@@ -32,6 +33,8 @@ impl Default for PrefillIdentity {
 pub struct PrefillConfig {
     /// Address of the control socket as decode reaches it; `None`: found out.
     pub host: Option<String>,
+    /// Who implements the control sockets.
+    pub zmq: Implementation,
     /// Bounds.
     pub limits: Limits,
     /// Bootstrapping lasts at most this long (300 s).
@@ -49,6 +52,7 @@ impl Default for PrefillConfig {
         let five_minutes = Duration::from_secs(300);
         Self {
             host: None,
+            zmq: Implementation::default(),
             limits: Limits::default(),
             bootstrap_timeout: five_minutes,
             early_timeout: five_minutes,
@@ -63,6 +67,8 @@ impl Default for PrefillConfig {
 pub struct DecodeConfig {
     /// Address of the control socket as prefill reaches it; `None`: found out.
     pub host: Option<String>,
+    /// Who implements the control sockets.
+    pub zmq: Implementation,
     /// Bounds.
     pub limits: Limits,
     /// From `send_metadata()` to Success at most this long (300 s).
@@ -79,6 +85,7 @@ impl Default for DecodeConfig {
     fn default() -> Self {
         Self {
             host: None,
+            zmq: Implementation::default(),
             limits: Limits::default(),
             waiting_timeout: Duration::from_secs(300),
             rank: DecodeRank::default(),

@@ -7,7 +7,7 @@ use super::live::LiveRooms;
 use super::runtime::{Engine, Step};
 use super::{ManagerError, RoomError};
 use crate::control::local_ip::local_ip;
-use crate::control::zmq::{PushRole, ZmqContext, ZmqControl, ZmqInbox, ZmqOutbox};
+use crate::control::zmq::{Implementation, PushRole, ZmqControl, ZmqInbox, ZmqOutbox, ZmqSockets};
 use crate::engine::{RoomShared, Stats};
 use crate::hooks::ManagerHooks;
 use crate::ids::Room;
@@ -39,6 +39,7 @@ impl<S: Step> Core<S> {
     pub(super) fn bind(
         host: Option<&str>,
         limits: &Limits,
+        zmq: Implementation,
         role: PushRole,
         transport: Arc<dyn Transport>,
         hooks: Arc<dyn ManagerHooks>,
@@ -48,9 +49,9 @@ impl<S: Step> Core<S> {
             None => local_ip().map_err(|e| ManagerError::LocalAddress(e.to_string()))?,
         };
         let control_error = |e: &dyn std::fmt::Display| ManagerError::Control(e.to_string());
-        let context = ZmqContext::new(limits).map_err(|e| control_error(&e))?;
-        let (inbox, endpoint) = ZmqInbox::bind(&context, &host, limits).map_err(|e| control_error(&e))?;
-        let mut outbox = ZmqOutbox::new(&context, role, limits);
+        let sockets = ZmqSockets::new(zmq, limits).map_err(|e| control_error(&e))?;
+        let (inbox, endpoint) = sockets.bind(&host, limits).map_err(|e| control_error(&e))?;
+        let mut outbox = sockets.outbox(role, limits).map_err(|e| control_error(&e))?;
         let clock: Arc<dyn Clock> = Arc::new(MonotonicClock::new());
         // Decode's steps never block: it posts nothing.
         let inline = role == PushRole::ToPrefill || !transport.capabilities().submit_blocks;

@@ -32,8 +32,14 @@ impl DecodeManager {
         hooks: Arc<dyn ManagerHooks>,
         layout: LocalLayout,
     ) -> Result<Self, ManagerError> {
-        let (core, sockets) =
-            Core::bind(config.host.as_deref(), &config.limits, PushRole::ToPrefill, transport.clone(), hooks.clone())?;
+        let (core, sockets) = Core::bind(
+            config.host.as_deref(),
+            &config.limits,
+            config.zmq,
+            PushRole::ToPrefill,
+            transport.clone(),
+            hooks.clone(),
+        )?;
         let weak = Arc::downgrade(&core.engine);
         let spec = layout.spec();
         let directory_config = DirectoryConfig {

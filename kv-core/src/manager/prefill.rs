@@ -55,8 +55,14 @@ impl PrefillManager {
                 return Err(ManagerError::Config(format!("{what} rank {rank} of {what} size {size}")));
             }
         }
-        let (core, sockets) =
-            Core::bind(config.host.as_deref(), &config.limits, PushRole::ToDecode, transport.clone(), hooks.clone())?;
+        let (core, sockets) = Core::bind(
+            config.host.as_deref(),
+            &config.limits,
+            config.zmq,
+            PushRole::ToDecode,
+            transport.clone(),
+            hooks.clone(),
+        )?;
         let extension = hooks.extension().then(ExtPeer::here);
         let layout = Arc::new(layout);
         let (weak, freed) = (Arc::downgrade(&core.engine), core.live.clone());

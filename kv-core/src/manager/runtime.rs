@@ -254,7 +254,9 @@ impl<S: Step> Engine<S> {
     }
 
     fn run(self: Arc<Self>, mut inbox: ZmqInbox) {
-        let lane_fd = lock(&self.cell).as_ref().and_then(|c| c.shard.lane_fd());
+        let (lane_fd, control_fd) =
+            lock(&self.cell).as_ref().map_or((None, None), |c| (c.shard.lane_fd(), c.control.outbox().fd()));
+        let fds: Vec<RawFd> = [Some(self.wake.fd()), lane_fd, control_fd].into_iter().flatten().collect();
         self.lane_wakes.store(lane_fd.is_some(), Ordering::Relaxed);
         let mut messages = Vec::new();
         while !self.stop.load(Ordering::Acquire) {
@@ -292,8 +294,6 @@ impl<S: Step> Engine<S> {
                 self.sleeps_until.store(0, Ordering::Release);
                 continue;
             }
-            let fds = [Some(self.wake.fd()), lane_fd];
-            let fds: Vec<RawFd> = fds.into_iter().flatten().collect();
             if let Err(error) = self.wait(&mut inbox, &fds, timeout, next.look_until) {
                 tracing::error!("the shard cannot wait for input: {error}");
                 std::thread::sleep(Duration::from_millis(10));

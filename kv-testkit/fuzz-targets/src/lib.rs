@@ -6,6 +6,7 @@
 //! | wire | `wire_nixl`, `wire_mooncake`, `wire_mori`, `wire_tcp`, `wire_pack` |
 //! | bootstrap | `bootstrap_json`, `bootstrap_http` |
 //! | geometry | `topology`, `layout_plan` |
+//! | control sockets | `zmtp` |
 //! | kv-tcp | `tcp_frames` |
 //! | kvt | `kvt_inputs` |
 //! | rooms | `room_sender`, `room_receiver`, `shards` |
@@ -29,6 +30,7 @@ mod shards;
 mod tcp;
 mod topology;
 mod wire;
+mod zmtp;
 
 pub use input::Input;
 
@@ -55,6 +57,7 @@ pub const TARGETS: &[Target] = &[
     Target { name: "bootstrap_http", run: bootstrap::http, seeds: bootstrap::http_seeds, words: bootstrap::WORDS },
     Target { name: "topology", run: topology::run, seeds: topology::seeds, words: &[] },
     Target { name: "layout_plan", run: layout::run, seeds: layout::seeds, words: &[] },
+    Target { name: "zmtp", run: zmtp::run, seeds: zmtp::seeds, words: zmtp::WORDS },
     Target { name: "tcp_frames", run: tcp::run, seeds: tcp::seeds, words: tcp::WORDS },
     Target { name: "kvt_inputs", run: kvt::run, seeds: kvt::seeds, words: kvt::WORDS },
     Target { name: "room_sender", run: sender::run, seeds: sender::seeds, words: &[] },

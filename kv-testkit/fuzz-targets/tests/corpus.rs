@@ -29,7 +29,7 @@ macro_rules! targets {
 }
 
 targets! {
-    wire_nixl wire_mooncake wire_mori wire_tcp wire_pack bootstrap_json bootstrap_http topology layout_plan tcp_frames
+    wire_nixl wire_mooncake wire_mori wire_tcp wire_pack bootstrap_json bootstrap_http topology layout_plan zmtp tcp_frames
     kvt_inputs room_sender room_receiver shards
 }
 

@@ -119,7 +119,7 @@ fn docs() -> Result<Step> {
     Ok(Step::passed())
 }
 
-/// What a newcomer builds: rustc and a C++ compiler are enough.
+/// What a newcomer builds: rustc and a linker are enough.
 fn default_build() -> Result<Step> {
     sh::run(&mut sh::cargo(["build", "--locked", "--quiet"]))?;
     Ok(Step::passed())

@@ -1,12 +1,12 @@
-//! The sending half: one PUSH socket per endpoint, cached, bounded.
+//! The sending half: one PUSH socket per endpoint, cached, bounded, whichever implementation makes the sockets.
 
 use std::collections::{HashMap, VecDeque};
+use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::link::{Link, Push, Seen};
+use super::ZmqError;
 use super::resolve::{Host, Resolver, Target, connect_host};
-use super::{ZmqContext, ZmqError};
 use crate::control::wake::WakeFd;
 use crate::control::{ControlError, ControlEvent, Multipart};
 use crate::limits::Limits;
@@ -16,11 +16,11 @@ use crate::time::Timestamp;
 /// How long a closed socket may still hand queued messages to the network, ms. The closing thread does not wait; the
 /// end of the context does, at most this long. SGLang uses 0: an evicted or closing manager then loses the final
 /// statuses it has just queued, and the peers wait for their timeout.
-pub(super) const LINGER_MS: i32 = 500;
+pub(super) const LINGER: Duration = Duration::from_millis(500);
 
 /// Give up on a connection that is not established after this long: prefill to decode (one attempt) ...
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
-/// ... and decode to prefill, where libzmq tries again every 0.1 to 5 s. After this the endpoint is left alone until the
+/// ... and decode to prefill, where it is tried again every 0.1 to 5 s. After this the endpoint is left alone until the
 /// next send (F53).
 const RECONNECT_FOR: Duration = Duration::from_secs(60);
 
@@ -43,6 +43,69 @@ pub enum PushRole {
     ToPrefill,
 }
 
+/// How a message went.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Push {
+    /// Whole, in the queue.
+    Taken,
+    /// Nothing of it: the queue is full, or there is no connection to queue for.
+    Full,
+    /// A part of it is gone with the connection: the socket must be closed.
+    #[cfg(feature = "libzmq")]
+    Torn(String),
+}
+
+/// How a connection is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Seen {
+    Alive,
+    Lost(String),
+}
+
+/// Makes the sockets of one outbox.
+pub(super) trait Links: Send {
+    type Link: Link;
+
+    /// Start to connect. The link takes messages at once. `token` names it in [`Self::ready`].
+    fn connect(
+        &mut self,
+        role: PushRole,
+        target: &Target,
+        port: u16,
+        max_queue: usize,
+        token: u64,
+    ) -> Result<Self::Link, ZmqError>;
+
+    /// Append the tokens of links that want [`Link::ready`]; waits for one at most `timeout`.
+    fn ready(&mut self, timeout: Duration, tokens: &mut Vec<u64>);
+
+    /// Readable when there is such a link. `None`: the implementation has threads of its own.
+    fn fd(&self) -> Option<RawFd>;
+}
+
+/// One PUSH socket.
+pub(super) trait Link: Send {
+    /// Queue all frames or none.
+    fn push(&mut self, message: &Multipart) -> Push;
+    /// Send what is queued, as far as the connection takes it.
+    fn flush(&mut self) {}
+    /// Its connection has news.
+    fn ready(&mut self) {}
+    /// Look at the clock, for what waits for a time.
+    fn tick(&mut self, _now: Timestamp) {}
+    /// Whether the connection lives.
+    fn look(&mut self, role: PushRole) -> Seen;
+    fn token(&self) -> u64;
+    /// Whether the connection was established at the last look.
+    fn is_up(&self) -> bool;
+    /// Whether closing it now would lose nothing, as far as can be seen.
+    fn has_room(&self) -> bool;
+    /// Whether it has something to deliver and must be kept, closed or not, until it has.
+    fn lingers(&self) -> bool;
+    /// The peer is gone: nothing is delivered any more.
+    fn abandon(&self);
+}
+
 /// What an outbox did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OutboxCounters {
@@ -58,37 +121,48 @@ pub struct OutboxCounters {
     pub stalled: u64,
 }
 
-struct Entry {
+struct Entry<L> {
     endpoint: Endpoint,
-    state: State,
+    state: State<L>,
+    /// Something was queued since the last flush.
+    dirty: bool,
     /// Sent to since the eviction hand last passed.
     used: bool,
     /// When the sweep first saw it without a connection.
     down_since: Option<Timestamp>,
 }
 
-enum State {
+enum State<L> {
     /// The host name is being looked up; messages wait here, in order.
     Resolving(Vec<Multipart>),
-    Open(Link),
+    Open(L),
 }
 
-impl Entry {
-    /// Closing it would lose nothing, as far as libzmq lets one see.
+impl<L: Link> Entry<L> {
+    /// Closing it would lose nothing.
     fn is_idle(&self) -> bool {
         matches!(&self.state, State::Open(link) if link.is_up() && link.has_room())
     }
 }
 
-/// PUSH sockets by endpoint. Used by one thread at a time.
-///
-/// Messages to one endpoint arrive in the order sent while its connection lives. No call blocks.
-pub struct ZmqOutbox {
-    context: ZmqContext,
+/// A closed socket that still delivers.
+struct Closing<L> {
+    link: L,
+    until: Option<Timestamp>,
+}
+
+/// PUSH sockets by endpoint.
+pub(super) struct Outbox<K: Links> {
+    links: K,
     role: PushRole,
     max_sockets: usize,
-    max_queue: i32,
-    entries: Vec<Option<Entry>>,
+    max_queue: usize,
+    entries: Vec<Option<Entry<K::Link>>>,
+    dirty: Vec<usize>,
+    closing: Vec<Closing<K::Link>>,
+    tokens: Vec<u64>,
+    /// Links made so far: tells the news of a link from those of its predecessors in the same slot.
+    made: u32,
     free: Vec<usize>,
     index: HashMap<Endpoint, usize>,
     evict_hand: usize,
@@ -100,16 +174,20 @@ pub struct ZmqOutbox {
     counters: OutboxCounters,
 }
 
-impl ZmqOutbox {
+impl<K: Links> Outbox<K> {
     /// An outbox with no sockets yet, bounded by `max_sockets` and `max_send_queue` of `limits`.
-    pub fn new(context: &ZmqContext, role: PushRole, limits: &Limits) -> Self {
+    pub fn new(links: K, role: PushRole, limits: &Limits) -> Self {
         Self {
-            context: context.clone(),
+            links,
             role,
             max_sockets: limits.max_sockets.max(1),
             // 0 means "no bound" to libzmq.
-            max_queue: limits.max_send_queue.max(1),
+            max_queue: usize::try_from(limits.max_send_queue).unwrap_or(1).max(1),
             entries: Vec::new(),
+            dirty: Vec::new(),
+            closing: Vec::new(),
+            tokens: Vec::new(),
+            made: 0,
             free: Vec::new(),
             index: HashMap::new(),
             evict_hand: 0,
@@ -122,28 +200,23 @@ impl ZmqOutbox {
         }
     }
 
-    /// Wake this when a host name has been looked up, so that what waits for it leaves before the next sweep. To be
-    /// set before the first send.
+    /// See [`ZmqOutbox::set_wake`](super::ZmqOutbox::set_wake).
     pub fn set_wake(&mut self, wake: Arc<WakeFd>) {
         self.wake = Some(wake);
     }
 
-    /// Queue a whole message, or nothing of it. Never blocks. A message without frames is not a message and is dropped.
-    ///
-    /// # Errors
-    /// [`ControlError::Stalled`] when the peer's queue is full (F64); [`ControlError::Unreachable`] when there cannot
-    /// be a connection: no such host text, no sockets left, or the connection broke twice within this call.
+    /// See [`ZmqOutbox::send`](super::ZmqOutbox::send).
     pub fn send(&mut self, to: &Endpoint, message: Multipart) -> Result<(), ControlError> {
         if message.is_empty() {
             return Ok(());
         }
-        self.take_answers();
+        self.drive();
         let mut slot = self.ready(to)?;
         for attempt in 0.. {
             let Some(entry) = self.entries.get_mut(slot).and_then(Option::as_mut) else { break };
             entry.used = true;
             let link = match &mut entry.state {
-                State::Resolving(held) if held.len() >= self.max_queue as usize => break,
+                State::Resolving(held) if held.len() >= self.max_queue => break,
                 State::Resolving(held) => {
                     held.push(message);
                     self.counters.messages += 1;
@@ -154,6 +227,9 @@ impl ZmqOutbox {
             let reason = match link.push(&message) {
                 Push::Taken => {
                     self.counters.messages += 1;
+                    if !std::mem::replace(&mut entry.dirty, true) {
+                        self.dirty.push(slot);
+                    }
                     return Ok(());
                 }
                 // A full queue, or a connection that broke since the last look.
@@ -161,6 +237,7 @@ impl ZmqOutbox {
                     Seen::Alive => break,
                     Seen::Lost(reason) => reason,
                 },
+                #[cfg(feature = "libzmq")]
                 Push::Torn(reason) => reason,
             };
             self.lose(slot, &reason);
@@ -170,50 +247,68 @@ impl ZmqOutbox {
             slot = self.open(to)?;
         }
         self.counters.stalled += 1;
-        Err(ControlError::Stalled { endpoint: to.clone(), queued: self.max_queue as usize })
+        Err(ControlError::Stalled { endpoint: to.clone(), queued: self.max_queue })
     }
 
-    /// Move at most `max` [`PeerLost`](ControlEvent::PeerLost) events to `out`. Never blocks, looks at no socket.
+    /// See [`ZmqOutbox::flush`](super::ZmqOutbox::flush).
+    pub fn flush(&mut self) -> bool {
+        for slot in std::mem::take(&mut self.dirty) {
+            let Some(Some(entry)) = self.entries.get_mut(slot) else { continue };
+            entry.dirty = false;
+            if let State::Open(link) = &mut entry.state {
+                link.flush();
+            }
+            self.lose_if_lost(slot);
+        }
+        !self.events.is_empty()
+    }
+
+    /// See [`ZmqOutbox::poll_events`](super::ZmqOutbox::poll_events).
     pub fn poll_events(&mut self, max: usize, out: &mut Vec<ControlEvent>) {
-        self.take_answers();
+        self.drive();
         out.extend(self.events.drain(..max.min(self.events.len())));
     }
 
-    /// Close an endpoint's socket; what is queued may still leave for half a second. Nothing is reported.
+    /// See [`ZmqOutbox::close`](super::ZmqOutbox::close).
     pub fn close(&mut self, endpoint: &Endpoint) {
         if let Some(&slot) = self.index.get(endpoint) {
-            self.remove(slot);
+            self.let_go(slot);
         }
     }
 
-    /// Look at a part of the sockets for broken connections and for ones that never came up; returns when to be called
-    /// again. Sockets in use are looked at by `send` anyway, so this is slow on purpose.
+    /// See [`ZmqOutbox::sweep`](super::ZmqOutbox::sweep).
     pub fn sweep(&mut self, now: Timestamp) -> Option<Timestamp> {
-        self.take_answers();
-        if self.index.is_empty() {
+        self.drive();
+        self.flush();
+        if self.index.is_empty() && self.closing.is_empty() {
             self.next_sweep = None;
             return None;
         }
         if let Some(at) = self.next_sweep.filter(|&at| now < at) {
             return Some(at);
         }
+        self.closing.retain_mut(|c| {
+            let until = *c.until.get_or_insert(now + LINGER);
+            c.link.ready();
+            c.link.lingers() && now < until
+        });
         let total = self.entries.len();
         for _ in 0..total.min(SWEEP_MIN.max(total / 10)) {
             self.sweep_hand = (self.sweep_hand + 1) % total;
             self.look_over(self.sweep_hand, now);
         }
-        self.next_sweep = Some(now + SWEEP_EVERY);
+        self.next_sweep = (!self.index.is_empty() || !self.closing.is_empty()).then(|| now + SWEEP_EVERY);
         self.next_sweep
+    }
+
+    /// Readable when a connection has news.
+    pub fn fd(&self) -> Option<RawFd> {
+        self.links.fd()
     }
 
     /// Open sockets, and names being looked up.
     pub fn len(&self) -> usize {
         self.index.len()
-    }
-
-    /// Whether there is no socket.
-    pub fn is_empty(&self) -> bool {
-        self.index.is_empty()
     }
 
     /// Whether there is a socket for this endpoint.
@@ -224,6 +319,43 @@ impl ZmqOutbox {
     /// What was done so far.
     pub fn counters(&self) -> OutboxCounters {
         self.counters
+    }
+
+    /// Let the connections with news go on.
+    fn drive(&mut self) {
+        self.take_answers();
+        let mut tokens = std::mem::take(&mut self.tokens);
+        self.links.ready(Duration::ZERO, &mut tokens);
+        for token in tokens.drain(..) {
+            self.advance(token);
+        }
+        self.tokens = tokens;
+    }
+
+    fn advance(&mut self, token: u64) {
+        let slot = (token & u64::from(u32::MAX)) as usize;
+        match self.entries.get_mut(slot) {
+            Some(Some(Entry { state: State::Open(link), .. })) if link.token() == token => {
+                link.ready();
+                self.lose_if_lost(slot);
+            }
+            _ => {
+                if let Some(at) = self.closing.iter().position(|c| c.link.token() == token) {
+                    self.closing[at].link.ready();
+                    if !self.closing[at].link.lingers() {
+                        self.closing.swap_remove(at);
+                    }
+                }
+            }
+        }
+    }
+
+    fn lose_if_lost(&mut self, slot: usize) {
+        if let Some(Some(Entry { state: State::Open(link), .. })) = self.entries.get_mut(slot)
+            && let Seen::Lost(reason) = link.look(self.role)
+        {
+            self.lose(slot, &reason);
+        }
     }
 
     /// The endpoint's slot with a socket that was alive a moment ago.
@@ -251,25 +383,30 @@ impl ZmqOutbox {
         if self.index.len() >= self.max_sockets {
             self.evict();
         }
+        let slot = self.free.last().copied().unwrap_or(self.entries.len());
         let state = match host {
-            Host::Address(target) => State::Open(self.connect(to, &target).map_err(|e| unreachable(e.to_string()))?),
+            Host::Address(target) => {
+                State::Open(self.connect(to, &target, slot).map_err(|e| unreachable(e.to_string()))?)
+            }
             Host::Name => {
                 self.resolve(to).map_err(unreachable)?;
                 State::Resolving(Vec::new())
             }
         };
-        let entry = Entry { endpoint: to.clone(), state, used: true, down_since: None };
-        let slot = self.free.pop().unwrap_or(self.entries.len());
+        let entry = Entry { endpoint: to.clone(), state, dirty: false, used: true, down_since: None };
         match self.entries.get_mut(slot) {
             Some(place) => *place = Some(entry),
             None => self.entries.push(Some(entry)),
         }
+        self.free.pop();
         self.index.insert(to.clone(), slot);
         Ok(slot)
     }
 
-    fn connect(&mut self, to: &Endpoint, target: &Target) -> Result<Link, ZmqError> {
-        let link = Link::connect(&self.context, self.role, target, to.port(), self.max_queue)?;
+    fn connect(&mut self, to: &Endpoint, target: &Target, slot: usize) -> Result<K::Link, ZmqError> {
+        self.made = self.made.wrapping_add(1);
+        let token = u64::from(self.made) << 32 | slot as u64;
+        let link = self.links.connect(self.role, target, to.port(), self.max_queue, token)?;
         self.counters.opened += 1;
         Ok(link)
     }
@@ -288,7 +425,7 @@ impl ZmqOutbox {
     fn take_answers(&mut self) {
         while let Some((endpoint, answer)) = self.resolver.as_ref().and_then(Resolver::answer) {
             let Some(&slot) = self.index.get(&endpoint) else { continue };
-            let link = answer.and_then(|target| self.connect(&endpoint, &target).map_err(|e| e.to_string()));
+            let link = answer.and_then(|target| self.connect(&endpoint, &target, slot).map_err(|e| e.to_string()));
             let Some(Some(entry)) = self.entries.get_mut(slot) else { continue };
             // An endpoint closed and opened again while its name was looked up gets a second answer: no use for it.
             let State::Resolving(held) = &mut entry.state else { continue };
@@ -296,6 +433,7 @@ impl ZmqOutbox {
             let failed = link.and_then(|mut link| {
                 // Fewer than the queue holds, on a socket that has just been made: they all fit.
                 let all = held.iter().all(|message| matches!(link.push(message), Push::Taken));
+                link.flush();
                 entry.state = State::Open(link);
                 all.then_some(()).ok_or_else(|| "the connection broke at once".to_owned())
             });
@@ -309,10 +447,13 @@ impl ZmqOutbox {
         let Some(Some(entry)) = self.entries.get_mut(slot) else { return };
         let (lost, up) = match &mut entry.state {
             State::Resolving(_) => (None, false),
-            State::Open(link) => match link.look(self.role) {
-                Seen::Lost(reason) => (Some(reason), false),
-                Seen::Alive => (None, link.is_up()),
-            },
+            State::Open(link) => {
+                link.tick(now);
+                match link.look(self.role) {
+                    Seen::Lost(reason) => (Some(reason), false),
+                    Seen::Alive => (None, link.is_up()),
+                }
+            }
         };
         let lost = lost.or_else(|| {
             if up {
@@ -354,15 +495,24 @@ impl ZmqOutbox {
                     continue;
                 }
             }
-            let slot = self.evict_hand;
-            self.remove(slot);
+            self.let_go(self.evict_hand);
             self.counters.evicted += 1;
             return;
         }
         // Everything is busy: the one under the hand goes, the bound holds.
         if let Some(slot) = (0..total).map(|i| (self.evict_hand + i) % total).find(|&s| self.entries[s].is_some()) {
-            self.remove(slot);
+            self.let_go(slot);
             self.counters.evicted += 1;
+        }
+    }
+
+    /// Close a socket; what is queued may still leave.
+    fn let_go(&mut self, slot: usize) {
+        if let Some(Entry { state: State::Open(mut link), .. }) = self.remove(slot) {
+            link.flush();
+            if link.lingers() {
+                self.closing.push(Closing { link, until: None });
+            }
         }
     }
 
@@ -376,10 +526,32 @@ impl ZmqOutbox {
         }
     }
 
-    fn remove(&mut self, slot: usize) -> Option<Entry> {
+    fn remove(&mut self, slot: usize) -> Option<Entry<K::Link>> {
         let entry = self.entries.get_mut(slot)?.take()?;
         self.index.remove(&entry.endpoint);
         self.free.push(slot);
         Some(entry)
+    }
+}
+
+impl<K: Links> Drop for Outbox<K> {
+    /// What is queued may still leave, for a moment.
+    fn drop(&mut self) {
+        self.flush();
+        for slot in 0..self.entries.len() {
+            self.let_go(slot);
+        }
+        let end = Instant::now() + LINGER;
+        let mut tokens = Vec::new();
+        while !self.closing.is_empty() {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            self.links.ready(left, &mut tokens);
+            for token in tokens.drain(..) {
+                self.advance(token);
+            }
+        }
     }
 }

@@ -1,23 +1,42 @@
-//! From a host's text to what libzmq is given (F66).
+//! From a host's text to an address (F66).
 //!
-//! libzmq looks names up in its I/O thread, which stops every connection meanwhile, and asks for one family only. So
-//! it is given addresses alone; names are looked up on a thread of their own.
+//! Names are looked up on a thread of their own: a lookup can take as long as the system's DNS timeouts. (libzmq would
+//! do it in its I/O thread, which stops every connection meanwhile, and would ask for one family only.)
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use crate::control::wake::WakeFd;
 use crate::net::Endpoint;
 
-/// An address as libzmq takes it.
+/// An address, as the host part of a ZeroMQ URI.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Target {
     /// Host part of the URI, bracketed for IPv6.
     pub text: String,
-    /// Whether the socket needs ZMQ_IPV6.
+    /// Whether it is an IPv6 address.
     pub ipv6: bool,
+}
+
+impl Target {
+    /// The address with this port. A zone is looked up among the interfaces.
+    pub fn socket_address(&self, port: u16) -> io::Result<SocketAddr> {
+        let invalid = |e: std::net::AddrParseError| io::Error::new(io::ErrorKind::InvalidInput, e);
+        let host = self.text.trim_start_matches('[').trim_end_matches(']');
+        let Some((address, zone)) = host.split_once('%') else {
+            return Ok(SocketAddr::new(host.parse().map_err(invalid)?, port));
+        };
+        let scope = match zone.parse() {
+            Ok(scope) => scope,
+            Err(_) => rustix::net::netdevice::name_to_index(
+                rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None)?,
+                zone,
+            )?,
+        };
+        Ok(SocketAddrV6::new(address.parse().map_err(invalid)?, port, 0, scope).into())
+    }
 }
 
 /// What a host text is.

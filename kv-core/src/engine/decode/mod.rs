@@ -248,6 +248,7 @@ impl DecodeShard {
             self.held_back = 0;
             self.timeouts(now, control);
         }
+        let again = control.flush() || again;
         let at = [self.timers.next(), self.outgoing.poll_timeout(), tick].into_iter().flatten().min();
         NextWake { at, again, ..NextWake::default() }
     }

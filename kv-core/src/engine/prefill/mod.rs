@@ -335,6 +335,7 @@ impl PrefillShard {
         }
         self.post_ready(now, control);
         self.lane.flush();
+        let again = control.flush() || again;
         let mut at = self.poll_timeout().into_iter().chain(tick).min();
         if !self.ready_peers.is_empty() && !self.is_full() {
             // A lane that is busy without anything in flight has no news to wake us with.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use zmq_sys as sys;
 
-use super::ZmqError;
+use crate::control::zmq::ZmqError;
 use crate::limits::Limits;
 
 /// A libzmq context: one I/O thread, one reaper thread, a fixed number of sockets. One per manager.
@@ -14,7 +14,7 @@ use crate::limits::Limits;
 /// Cloning shares it. It ends when the last clone and the last socket are gone; that waits for messages that still
 /// linger, at most half a second.
 #[derive(Clone)]
-pub struct ZmqContext(Arc<RawContext>);
+pub(in crate::control::zmq) struct ZmqContext(Arc<RawContext>);
 
 struct RawContext(*mut c_void);
 

@@ -1,79 +1,71 @@
 //! One PUSH socket and the monitor that tells whether its connection lives.
 
+use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use zmq_sys as sys;
 
+use super::ZmqContext;
 use super::context::Socket;
-use super::outbox::{LINGER_MS, PushRole};
-use super::resolve::Target;
-use super::{ZmqContext, ZmqError};
 use crate::control::Multipart;
+use crate::control::zmq::outbox::{LINGER, Link, Links, Push, PushRole, Seen};
+use crate::control::zmq::resolve::Target;
+use crate::control::zmq::{KEEPALIVE, ZmqError};
 
-/// How a message went.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Push {
-    /// Whole, in the queue.
-    Taken,
-    /// Nothing of it: the queue is full, or there is no connection to queue for.
-    Full,
-    /// The connection broke between two frames. libzmq took the first ones back, and would now swallow frames up to
-    /// the end of the next message: the socket must be closed.
-    Torn(String),
+/// Makes sockets of one context.
+pub(in crate::control::zmq) struct LibzmqLinks(ZmqContext);
+
+impl LibzmqLinks {
+    pub fn new(context: &ZmqContext) -> Self {
+        Self(context.clone())
+    }
 }
 
-/// What the monitor says.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Seen {
-    Alive,
-    Lost(String),
-}
+impl Links for LibzmqLinks {
+    type Link = LibzmqLink;
 
-pub(super) struct Link {
-    push: Socket,
-    monitor: Socket,
-    up: bool,
-}
-
-/// TCP keepalive as in protocol section 4: a peer that vanished is noticed after about 45 s.
-pub(super) fn set_keepalive(socket: &Socket) -> Result<(), zmq::Error> {
-    socket.set_tcp_keepalive(1)?;
-    socket.set_tcp_keepalive_idle(30)?;
-    socket.set_tcp_keepalive_intvl(5)?;
-    socket.set_tcp_keepalive_cnt(3)
-}
-
-impl Link {
-    /// Start to connect. The socket takes messages at once.
-    pub fn connect(
-        context: &ZmqContext,
+    fn connect(
+        &mut self,
         role: PushRole,
         target: &Target,
         port: u16,
-        max_queue: i32,
-    ) -> Result<Self, ZmqError> {
+        max_queue: usize,
+        token: u64,
+    ) -> Result<LibzmqLink, ZmqError> {
+        let context = &self.0;
+        let max_queue = i32::try_from(max_queue).unwrap_or(i32::MAX);
         let push = context.socket(sys::ZMQ_PUSH).map_err(|e| ZmqError::system("create a PUSH socket", e))?;
         set_options(&push, role, target.ipv6, max_queue).map_err(|e| ZmqError::system("set PUSH options", e))?;
         let monitor = watch(context, &push, role).map_err(|e| ZmqError::system("monitor a PUSH socket", e))?;
         push.connect(&format!("tcp://{}:{port}", target.text)).map_err(|e| ZmqError::system("connect", e))?;
-        Ok(Self { push, monitor, up: false })
+        Ok(LibzmqLink { push, monitor, up: false, token })
     }
 
-    /// Queue all frames or none.
-    ///
-    /// libzmq counts its high-water mark in whole messages, so a full queue refuses the first frame and never a later
-    /// one. Only the end of the connection on a socket that does not reconnect comes between two frames: then a later
-    /// one fails, or the rest is taken and discarded by libzmq; the monitor reports the loss in both cases.
-    pub fn push(&mut self, message: &Multipart) -> Push {
-        let last = message.len().saturating_sub(1);
-        for (i, frame) in message.iter().enumerate() {
-            if let Err(refused) = self.push_frame(frame, i == 0, i < last) {
-                return refused;
-            }
-        }
-        Push::Taken
-    }
+    fn ready(&mut self, _timeout: Duration, _tokens: &mut Vec<u64>) {}
 
+    fn fd(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+/// A PUSH socket and the monitor that tells whether its connection lives.
+pub(in crate::control::zmq) struct LibzmqLink {
+    push: Socket,
+    monitor: Socket,
+    up: bool,
+    token: u64,
+}
+
+pub(super) fn set_keepalive(socket: &Socket) -> Result<(), zmq::Error> {
+    let (idle, interval, count) = KEEPALIVE;
+    socket.set_tcp_keepalive(1)?;
+    socket.set_tcp_keepalive_idle(idle.as_secs() as i32)?;
+    socket.set_tcp_keepalive_intvl(interval.as_secs() as i32)?;
+    socket.set_tcp_keepalive_cnt(count as i32)
+}
+
+impl LibzmqLink {
     fn push_frame(&self, frame: &[u8], first: bool, more: bool) -> Result<(), Push> {
         let flags = if more { zmq::DONTWAIT | zmq::SNDMORE } else { zmq::DONTWAIT };
         loop {
@@ -85,9 +77,26 @@ impl Link {
             }
         }
     }
+}
+
+impl Link for LibzmqLink {
+    /// Queue all frames or none.
+    ///
+    /// libzmq counts its high-water mark in whole messages, so a full queue refuses the first frame and never a later
+    /// one. Only the end of the connection on a socket that does not reconnect comes between two frames: then a later
+    /// one fails, or the rest is taken and discarded by libzmq; the monitor reports the loss in both cases.
+    fn push(&mut self, message: &Multipart) -> Push {
+        let last = message.len().saturating_sub(1);
+        for (i, frame) in message.iter().enumerate() {
+            if let Err(refused) = self.push_frame(frame, i == 0, i < last) {
+                return refused;
+            }
+        }
+        Push::Taken
+    }
 
     /// Read what the monitor has. Never blocks; costs one non-blocking receive when there is nothing.
-    pub fn look(&mut self, role: PushRole) -> Seen {
+    fn look(&mut self, role: PushRole) -> Seen {
         let mut frame = zmq::Message::new();
         loop {
             match self.monitor.recv(&mut frame, zmq::DONTWAIT) {
@@ -115,26 +124,35 @@ impl Link {
     }
 
     /// Whether the connection was established at the last [`look`](Self::look).
-    pub fn is_up(&self) -> bool {
+    fn is_up(&self) -> bool {
         self.up
     }
 
     /// Whether the queue takes a message.
-    pub fn has_room(&self) -> bool {
+    fn has_room(&self) -> bool {
         self.push.get_events().is_ok_and(|events| events.contains(zmq::POLLOUT))
     }
 
     /// The peer is gone: do not wait for the queue to empty when closed.
-    pub fn abandon(&self) {
+    fn abandon(&self) {
         // Can only fail on a closed socket.
         let _ = self.push.set_linger(0);
+    }
+
+    fn token(&self) -> u64 {
+        self.token
+    }
+
+    /// libzmq sees to it.
+    fn lingers(&self) -> bool {
+        false
     }
 }
 
 fn set_options(socket: &Socket, role: PushRole, ipv6: bool, max_queue: i32) -> Result<(), zmq::Error> {
     socket.set_ipv6(ipv6)?;
     socket.set_sndhwm(max_queue)?;
-    socket.set_linger(LINGER_MS)?;
+    socket.set_linger(LINGER.as_millis() as i32)?;
     match role {
         PushRole::ToDecode => {
             socket.set_reconnect_ivl(-1)?;
@@ -167,15 +185,15 @@ fn watch(context: &ZmqContext, push: &Socket, role: PushRole) -> Result<Socket, 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::zmq::ZmqInbox;
+    use crate::control::zmq::libzmq::LibzmqInbox;
     use crate::limits::Limits;
 
-    fn connected() -> (ZmqInbox, Link) {
+    fn connected() -> (LibzmqInbox, LibzmqLink) {
         let limits = Limits::default();
-        let (mut inbox, to) = ZmqInbox::bind(&ZmqContext::new(&limits).unwrap(), "127.0.0.1", &limits).unwrap();
+        let (mut inbox, to) = LibzmqInbox::bind(&ZmqContext::new(&limits).unwrap(), "127.0.0.1", &limits).unwrap();
         let target = Target { text: "127.0.0.1".to_owned(), ipv6: false };
         let context = ZmqContext::new(&limits).unwrap();
-        let mut link = Link::connect(&context, PushRole::ToDecode, &target, to.port(), 10).unwrap();
+        let mut link = LibzmqLinks::new(&context).connect(PushRole::ToDecode, &target, to.port(), 10, 0).unwrap();
         assert_eq!(link.push(&Multipart::from_iter([bytes::Bytes::from_static(b"hello")])), Push::Taken);
         inbox.wait(&[], None).unwrap();
         (inbox, link)

@@ -7,9 +7,10 @@ use bytes::Bytes;
 use smallvec::SmallVec;
 use zmq_sys as sys;
 
+use super::ZmqContext;
 use super::context::Socket;
-use super::{ZmqContext, ZmqError, resolve};
 use crate::control::Multipart;
+use crate::control::zmq::{BACKLOG, InboxCounters, Ready, ZmqError, resolve};
 use crate::limits::Limits;
 use crate::net::Endpoint;
 
@@ -17,36 +18,12 @@ use crate::net::Endpoint;
 /// sender's own bounded queue fills and **its** `send` reports the stall. Nothing is lost, and memory stays bounded.
 const RCVHWM: i32 = 1000;
 
-/// Connections the kernel completes before libzmq accepts them; libzmq's 100 drops SYNs when a fleet starts. The
-/// kernel cuts it to `net.core.somaxconn`.
-const BACKLOG: i32 = 4096;
-
 /// Frames from this size on keep libzmq's buffer, smaller ones are copied. libzmq cuts small frames out of 8 KiB read
 /// buffers; keeping one would pin all of it.
 const KEEP_FROM: usize = 4096;
 
-/// What an inbox received and refused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct InboxCounters {
-    /// Whole messages delivered.
-    pub messages: u64,
-    /// Messages dropped for more frames than `Limits::max_frames`.
-    pub too_many_frames: u64,
-    /// Messages dropped for more bytes than `Limits::max_message_bytes`.
-    pub too_many_bytes: u64,
-}
-
-/// What ended a [`ZmqInbox::wait`]. All false and empty: the timeout passed.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ready {
-    /// The inbox has a message.
-    pub inbox: bool,
-    /// The descriptors that are readable or broken, in the order given.
-    pub fds: SmallVec<[RawFd; 4]>,
-}
-
 /// The PULL socket of a manager. Owned by one thread.
-pub struct ZmqInbox {
+pub(in crate::control::zmq) struct LibzmqInbox {
     socket: Socket,
     max_frames: usize,
     max_bytes: usize,
@@ -58,15 +35,8 @@ pub struct ZmqInbox {
     counters: InboxCounters,
 }
 
-impl ZmqInbox {
-    /// Bind to an ephemeral port of `host` (F67: the system chooses, nothing is probed) and say which.
-    ///
-    /// `host` is an IPv4 or IPv6 address (brackets and zone allowed), a wildcard, or a name; a name is looked up here,
-    /// which can block. The endpoint carries `host` as it was given, unbracketed. TCP keepalive is on, so a connection
-    /// of a vanished peer does not stay for ever.
-    ///
-    /// # Errors
-    /// [`ZmqError::Bind`] when the host is not an address of this machine; [`ZmqError::System`] when sockets run out.
+impl LibzmqInbox {
+    /// See [`ZmqSockets::bind`](crate::control::zmq::ZmqSockets::bind).
     pub fn bind(context: &ZmqContext, host: &str, limits: &Limits) -> Result<(Self, Endpoint), ZmqError> {
         let named = Endpoint::new(host, 0);
         let refused = |reason: String| ZmqError::Bind { host: named.host().to_owned(), reason };
@@ -145,13 +115,7 @@ impl ZmqInbox {
         self.partial.clear();
     }
 
-    /// Block until a message or a descriptor is ready, or `timeout` passed (`None`: no end). Timeouts are rounded up
-    /// to milliseconds, so a sleeper never spins out the last one.
-    ///
-    /// Messages that [`recv`](Self::recv) left behind count as ready at once. Signals do not end the wait early.
-    ///
-    /// # Errors
-    /// [`ZmqError::System`], for a descriptor that is not open among others.
+    /// See [`ZmqInbox::wait`](crate::control::zmq::ZmqInbox::wait). Timeouts are rounded up to milliseconds.
     pub fn wait(&mut self, fds: &[RawFd], timeout: Option<Duration>) -> Result<Ready, ZmqError> {
         let mut items: SmallVec<[zmq::PollItem<'_>; 6]> = SmallVec::new();
         items.push(self.socket.as_poll_item(zmq::POLLIN));
