@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::child::{Link, number, numbers, text};
 use crate::pair::{HOST, PATIENCE};
-use crate::stats::{shuffled, shuffled_pages};
+use crate::stats::shuffled_pages;
 use crate::sys::{now_ns, process_cpu_ns, readable};
 use crate::{Result, tcp};
 
@@ -22,19 +22,24 @@ pub const OP: u64 = 128 << 20;
 pub const POOL: u64 = 512 << 20;
 /// Ops until the pool comes round again.
 pub const OPS: usize = (POOL / OP) as usize;
+/// Tensors in the pool, as of a model: K and V of 32 layers. An op takes the same pages of each.
+pub const ENTRIES: u64 = 64;
+const ENTRY: u64 = POOL / ENTRIES;
 
-/// Source and destination pages of the op with this number: slices of two shuffles of the pool.
+/// Source and destination pages, in each entry, of the op with this number: slices of two shuffles.
 pub fn page_lists(page: u64, op: usize) -> (Vec<i32>, Vec<i32>) {
-    let (all, n) = ((POOL / page) as usize, (OP / page) as usize);
+    let (all, n) = ((ENTRY / page) as usize, (OP / ENTRIES / page) as usize);
     let at = op % OPS * n;
     let cut = |seed| shuffled_pages(all, seed)[at..at + n].to_vec();
     (cut(11), cut(12))
 }
 
-/// The same as byte offsets.
+/// The same as byte offsets into the pools, entry by entry.
 pub fn offsets(page: u64, op: usize) -> (Vec<u64>, Vec<u64>) {
     let (src, dst) = page_lists(page, op);
-    let bytes = |list: Vec<i32>| list.into_iter().map(|p| p as u64 * page).collect();
+    let bytes = |list: Vec<i32>| {
+        (0..ENTRIES).flat_map(|e| list.iter().map(move |p| e * ENTRY + *p as u64 * page).collect::<Vec<_>>()).collect()
+    };
     (bytes(src), bytes(dst))
 }
 
@@ -104,22 +109,22 @@ impl Bare {
     }
 }
 
-/// A plan of pages of one entry.
-fn one_entry(bare: &Bare, base: u64, page: u64, op: usize) -> Result<WritePlan> {
+/// The plan of an op.
+fn plan(bare: &Bare, base: u64, page: u64, op: usize) -> Result<WritePlan> {
     let (src, dst) = page_lists(page, op);
     let mut runs = Vec::new();
     find_runs(&src, &dst, &mut runs)?;
-    let entry = EntryPair {
-        src_entry: 0,
-        dst_entry: 0,
+    let entry = |e: u64| EntryPair {
+        src_entry: e as u32,
+        dst_entry: e as u32,
         src_region: bare.region.id(),
-        src_offset: 0,
-        dst_addr: base,
+        src_offset: e * ENTRY,
+        dst_addr: base + e * ENTRY,
         item_len: page,
         src_stride: page,
         dst_stride: page,
     };
-    Ok(WritePlan::new([PlanGroup { entries: [entry].into(), runs: runs.into() }]))
+    Ok(WritePlan::new([PlanGroup { entries: (0..ENTRIES).map(entry).collect(), runs: runs.into() }]))
 }
 
 pub fn role(link: &mut Link) -> Result<()> {
@@ -134,11 +139,11 @@ pub fn role(link: &mut Link) -> Result<()> {
     for target in hello["targets"].as_array().ok_or("no targets")? {
         let peer = bare.connect(target, kind)?;
         let base = number(target, "base")?;
-        plans.push((peer, (0..OPS).map(|op| one_entry(&bare, base, page, op)).collect::<Result<Vec<_>>>()?));
+        plans.push((peer, (0..OPS).map(|op| plan(&bare, base, page, op)).collect::<Result<Vec<_>>>()?));
     }
     // For raw sockets, which want addresses.
-    let order = shuffled((POOL / page) as usize, 11);
-    let source: Vec<u64> = order.into_iter().map(|p| arena.base() + p as u64 * page).collect();
+    let source: Vec<Vec<u64>> =
+        (0..OPS).map(|op| offsets(page, op).0.into_iter().map(|o| arena.base() + o).collect()).collect();
     link.say(&json!({ "base": arena.base() }))?;
     while let Some(request) = link.next()? {
         let op = number(&request, "op")? as usize % OPS;
@@ -148,10 +153,7 @@ pub fn role(link: &mut Link) -> Result<()> {
                 let (peer, plans) = plans.get(n as usize).ok_or("no such target")?;
                 bare.run(*peer, plans[op].clone())?
             }
-            None => {
-                let n = (OP / page) as usize;
-                tcp::raw_send(&request, &source[op * n..(op + 1) * n], page)?
-            }
+            None => tcp::raw_send(&request, &source[op], page)?,
         };
         link.say(&json!({ "ns": ns, "cpu": process_cpu_ns() - cpu }))?;
     }
