@@ -10,7 +10,9 @@ mod support;
 use kv_cli::driver::fleet::WorkerId;
 use kv_cli::driver::protocol::{BootstrapAt, Role, RoomEnd, TcpPath};
 use kv_cli::driver::stats::RankStats;
-use support::{Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, served, sources, until_in_the_middle, wanted};
+use support::{
+    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, cut, served, sources, until_in_the_middle, wanted,
+};
 
 /// So many numbers in a row are some heartbeats long, and some looks for proof.
 const A_WHILE: usize = 50;
@@ -275,6 +277,58 @@ fn r_f1_cat_f06_writes_to_a_stopped_decode_stay_counted_until_they_are_done() {
         drill.forget_numbers(prefill);
         let settled = drill.until(prefill, "it is not quiet", quiet);
         assert_eq!(settled.get("ops_posted"), settled.get("ops_done"), "{settled:?}");
+        true
+    });
+}
+
+/// The connections break while decode is stopped: nothing proves that it reads and writes no more. The writes are
+/// retained, with their bytes and a growing age, until it answers that the session is over.
+#[test]
+fn r_f2_r_f5_cat_f13_writes_cut_off_from_a_stopped_decode_are_retained_until_it_answers() {
+    if let Err(why) = cut::possible() {
+        let name = "r_f2_r_f5_cat_f13_writes_cut_off_from_a_stopped_decode_are_retained_until_it_answers";
+        return eprintln!("skipped: {name}: {why}");
+    }
+    until_in_the_middle(|path| {
+        let mut drill = Drill::with_numbers(path);
+        let (prefill, at) = drill.prefill();
+        let decode = drill.decode(&at);
+        let port = cut::transport_port(drill.pid(decode));
+        drill.fill(prefill, &sources(72));
+        drill.serve(prefill, &served());
+        drill.fetch(decode, &wanted(), LARGE + 1);
+        drill.success(prefill, FIRST);
+        let outstanding = stop_decode(&mut drill, prefill, decode);
+        if outstanding == 0 {
+            return false;
+        }
+        cut::all_to(port);
+        let lost = failed(&mut drill, prefill, "");
+        let n = lost.len() as u64;
+        let retained = drill.until(prefill, "not every write is retained", |s| s.get("ops_retained") == outstanding);
+        let bytes = retained.get("bytes_retained");
+        assert!(n > 0 && bytes > 0, "{retained:?}");
+        let age = std::cell::Cell::new(0.0);
+        drill.hold(prefill, A_WHILE, "retained while decode is stopped", |s| {
+            let of_peers = s.peers.iter().fold((0, 0), |n, p| (n.0 + p.retained_ops, n.1 + p.retained_bytes));
+            (s.get("ops_in_flight"), s.get("ops_retained"), s.get("bytes_retained")) == (0, outstanding, bytes)
+                && of_peers == (outstanding, bytes)
+                && s.retained_oldest_s > age.replace(s.retained_oldest_s)
+        });
+        drill.signal(decode, libc::SIGCONT);
+        drill.until(prefill, "it is not quiet", quiet);
+        for (room, _) in &lost {
+            drill.released(prefill, *room);
+            assert!(matches!(drill.end(decode, *room), RoomEnd::Failed { .. }));
+            drill.released(decode, *room);
+        }
+        drill.fetch_done(decode);
+        drill.forget_numbers(decode);
+        let of_decode = drill.numbers(decode);
+        assert_eq!((of_decode.get("rooms_awaiting_release"), releases(&of_decode)), (0, (n, 0)), "{of_decode:?}");
+        again(&mut drill, prefill, decode, &lost);
+        drill.forget_numbers(prefill);
+        assert!(accounted(&drill.until(prefill, "it is not quiet", quiet)));
         true
     });
 }

@@ -1,5 +1,7 @@
 //! Ranks as processes, told what to do one command at a time.
 
+pub mod cut;
+
 use std::collections::{HashMap, VecDeque};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -173,8 +175,12 @@ impl Drill {
         self.start(Role::Decode, BootstrapAt::Connect(at.into())).0
     }
 
+    pub fn pid(&self, worker: WorkerId) -> u32 {
+        self.fleet.process_id(worker).unwrap()
+    }
+
     pub fn signal(&self, worker: WorkerId, signal: libc::c_int) {
-        let pid = self.fleet.process_id(worker).unwrap();
+        let pid = self.pid(worker);
         // SAFETY: no pointers; the process is a child of ours that was not waited for, so the number is its own.
         assert_eq!(unsafe { libc::kill(pid as libc::pid_t, signal) }, 0);
     }
