@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kv_cli::driver::fleet::FleetEvent;
 use kv_cli::driver::protocol::{BootstrapAt, FromWorker, Role, RoomEnd, TcpPath};
-use support::{Drill, FIRST, LARGE, OTHER_PAGES, served, sources, until_in_the_middle, wanted};
+use support::{Drill, FIRST, LARGE, OTHER_PAGES, asked, served, sources, until_in_the_middle, wanted};
 
 /// F51, R-D7.
 #[test]
@@ -20,7 +20,7 @@ fn prefill_killed_in_the_middle_fails_its_rooms_and_is_replaced() {
         let decode = drill.decode(&at);
         drill.fill(prefill, &sources(72));
         drill.serve(prefill, &served());
-        drill.fetch(decode, &wanted(), LARGE + 1);
+        drill.fetch(decode, &asked(), LARGE + 1);
         drill.success(decode, FIRST);
         drill.signal(prefill, libc::SIGKILL);
         drill.killed(prefill);
@@ -57,7 +57,7 @@ fn decode_killed_in_the_middle_frees_the_pages_of_its_rooms_alone() {
         drill.fill(prefill, &sources(72));
         let others = [(200, OTHER_PAGES), (201, OTHER_PAGES)];
         drill.serve(prefill, &[&served()[..], &others].concat());
-        drill.fetch(doomed, &wanted(), LARGE + 1);
+        drill.fetch(doomed, &asked(), LARGE + 1);
         drill.success(prefill, FIRST);
         drill.signal(doomed, libc::SIGKILL);
         let (a, b) = (sources(16), (16..32).collect::<Vec<u32>>());
@@ -91,7 +91,7 @@ fn a_stopped_decode_fails_nothing_and_releases_nothing() {
         let (stopped, other) = (drill.decode(&at), drill.decode(&at));
         drill.fill(prefill, &sources(72));
         drill.serve(prefill, &[&served()[..], &[(200, OTHER_PAGES)]].concat());
-        drill.fetch(stopped, &wanted(), LARGE + 1);
+        drill.fetch(stopped, &asked(), LARGE + 1);
         drill.success(prefill, FIRST);
         drill.signal(stopped, libc::SIGSTOP);
         // Another decode is served meanwhile.

@@ -11,7 +11,7 @@ use kv_cli::driver::fleet::WorkerId;
 use kv_cli::driver::protocol::{BootstrapAt, Role, RoomEnd, TcpPath};
 use kv_cli::driver::stats::RankStats;
 use support::{
-    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, cut, served, sources, until_in_the_middle, wanted,
+    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, asked, cut, served, sources, until_in_the_middle, wanted,
 };
 
 /// So many numbers in a row are some heartbeats long, and some looks for proof.
@@ -27,6 +27,11 @@ fn quiet(n: &RankStats) -> bool {
 /// Every write that was posted has ended, once.
 fn accounted(n: &RankStats) -> bool {
     n.get("ops_posted") == n.get("ops_done") + n.get("ops_failed") + n.get("ops_unresolved")
+}
+
+/// It has heard of every room of its first decode: of others it would wait for metadata for minutes.
+fn knows_all(n: &RankStats) -> bool {
+    n.get("messages_in") > served().len() as u64
 }
 
 fn releases(n: &RankStats) -> (u64, u64) {
@@ -74,7 +79,7 @@ fn under_way(path: TcpPath) -> (Drill, WorkerId, String, WorkerId) {
     let decode = drill.decode(&at);
     drill.fill(prefill, &sources(72));
     drill.serve(prefill, &served());
-    drill.fetch(decode, &wanted(), LARGE + 1);
+    drill.fetch(decode, &asked(), LARGE + 1);
     drill.success(decode, FIRST);
     (drill, prefill, at, decode)
 }
@@ -217,10 +222,14 @@ fn r_f5_cat_f55_writes_to_a_killed_decode_are_let_go_of_by_proof_of_its_death() 
         let (doomed, other) = (drill.decode(&at), drill.decode(&at));
         drill.fill(prefill, &sources(72));
         drill.serve(prefill, &[&served()[..], &[(200, OTHER_PAGES)]].concat());
-        drill.fetch(doomed, &wanted(), LARGE + 1);
+        drill.fetch(doomed, &asked(), LARGE + 1);
         drill.success(prefill, FIRST);
         drill.signal(doomed, libc::SIGKILL);
         drill.killed(doomed);
+        drill.forget_numbers(prefill);
+        if !knows_all(&drill.numbers(prefill)) {
+            return false;
+        }
         let lost = failed(&mut drill, prefill, "Lost connection with decode instance");
         for (room, _) in &lost {
             drill.released(prefill, *room);
@@ -242,13 +251,14 @@ fn r_f5_cat_f55_writes_to_a_killed_decode_are_let_go_of_by_proof_of_its_death() 
     });
 }
 
-/// Stop decode in the middle; the writes that are outstanding then. 0: it was too late.
+/// Stop decode in the middle; the writes that are outstanding then. 0: it was too late, or too early.
 fn stop_decode(drill: &mut Drill, prefill: WorkerId, decode: WorkerId) -> u64 {
     drill.signal(decode, libc::SIGSTOP);
     drill.forget_numbers(prefill);
     // What it had answered before is heard.
     drill.hold(prefill, 5, "a stopped decode fails nothing", |s| s.get("rooms_failed") == 0);
-    drill.numbers(prefill).get("ops_in_flight")
+    let stuck = drill.numbers(prefill);
+    if knows_all(&stuck) { stuck.get("ops_in_flight") } else { 0 }
 }
 
 /// What a stopped decode may still read or write stays counted on prefill; it settles when decode goes on.
@@ -296,7 +306,7 @@ fn r_f2_r_f5_cat_f13_writes_cut_off_from_a_stopped_decode_are_retained_until_it_
         let port = cut::transport_port(drill.pid(decode));
         drill.fill(prefill, &sources(72));
         drill.serve(prefill, &served());
-        drill.fetch(decode, &wanted(), LARGE + 1);
+        drill.fetch(decode, &asked(), LARGE + 1);
         drill.success(prefill, FIRST);
         let outstanding = stop_decode(&mut drill, prefill, decode);
         if outstanding == 0 {
@@ -343,7 +353,7 @@ fn r_f6_cat_f56_a_decode_started_in_place_of_a_stopped_one_has_nothing_of_it_cou
         let old = drill.decode(&at);
         drill.fill(prefill, &sources(72));
         drill.serve(prefill, &[&served()[..], &[(200, OTHER_PAGES)]].concat());
-        drill.fetch(old, &wanted(), LARGE + 1);
+        drill.fetch(old, &asked(), LARGE + 1);
         drill.success(prefill, FIRST);
         let outstanding = stop_decode(&mut drill, prefill, old);
         if outstanding == 0 {

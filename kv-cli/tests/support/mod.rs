@@ -25,8 +25,8 @@ pub const POOL_PAGES: u32 = 512;
 /// Both ways of the embedded transport on one host.
 pub const PATHS: [TcpPath; 2] = [TcpPath::Copy, TcpPath::Stream];
 
-/// A room of one page and [`LARGE`] of 36 MiB, all asked for at once: when the small one is through, the large ones are
-/// under way.
+/// A room of one page and [`LARGE`] of 36 MiB, all asked for at once, the small one last: when it is through, prefill
+/// knows of the large ones, and they are under way.
 pub const FIRST: u64 = 100;
 pub const LARGE: u32 = 7;
 pub const LARGE_PAGES: u32 = 72;
@@ -43,6 +43,13 @@ pub fn served() -> Vec<(u64, u32)> {
 pub fn wanted() -> Vec<(u64, Vec<u32>)> {
     let large = (0..LARGE).map(|i| (FIRST + 1 + u64::from(i), (1 + i * LARGE_PAGES..).take(72).collect()));
     [(FIRST, vec![0])].into_iter().chain(large).collect()
+}
+
+/// In this order.
+pub fn asked() -> Vec<(u64, Vec<u32>)> {
+    let mut rooms = wanted();
+    rooms.rotate_left(1);
+    rooms
 }
 
 /// The first `n` pages.
