@@ -42,8 +42,10 @@ pub enum Command {
     /// Run the registry that prefill ranks register at and decode ranks ask.
     Bootstrap(BootstrapArgs),
     /// One prefill rank (of two machines; see `replay` for both sides on one).
+    #[command(after_long_help = STATS_HELP)]
     Prefill(RoleArgs),
     /// One decode rank (of two machines; see `replay` for both sides on one).
+    #[command(after_long_help = STATS_HELP)]
     Decode(RoleArgs),
     /// Replay a sample trace between two processes on this machine and verify every byte. Takes about a minute.
     #[command(after_long_help = crate::report::JSON_HELP)]
@@ -170,6 +172,18 @@ pub struct DemoArgs {
     pub workload: WorkloadArgs,
 }
 
+/// The numbers of `--stats-every` for people.
+const STATS_HELP: &str = "\
+The lines of --stats-every hold every counter and gauge of the rank by name. Those that show the release rules:
+  rooms_awaiting_release  failed rooms whose pages are not free yet, since a write could still reach them
+  released_with_proof, released_without_proof
+                          decode: rooms whose pages came back by proof (an ACK, or the death of the process), and
+                          by the timeout; the latter also by peer
+  ops_in_flight           prefill: writes whose outcome has not come
+  ops_retained, bytes_retained, retained_oldest_s
+                          prefill: writes that ended without proof of quiet, their bytes, and the age of the oldest,
+                          seconds; also by peer";
+
 /// `kvt prefill` and `kvt decode`.
 #[derive(Debug, Args)]
 pub struct RoleArgs {
@@ -188,6 +202,10 @@ pub struct RoleArgs {
     /// How long to wait for the registry to come up and, then, decode for a prefill that lives, seconds each.
     #[arg(long, default_value_t = 30, value_name = "SECONDS")]
     pub connect_timeout: u64,
+    /// Print what this rank counts this often, and after each wave: JSON lines, {"stats": {..}}, on standard output
+    /// before the result.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub stats_every: Option<u64>,
     /// TP size of this side.
     #[arg(long, default_value_t = 1)]
     pub tp_size: u32,
@@ -281,6 +299,7 @@ mod tests {
             "kvt prefill --serve-bootstrap 0.0.0.0:8998 --host 10.0.0.1",
             "kvt decode --bootstrap [::1]:8998",
             "kvt decode --worker",
+            "kvt decode --bootstrap h:1 --stats-every 5",
             "kvt wire decode --dialect mori frames.txt",
         ] {
             Cli::try_parse_from(line.split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));

@@ -2,47 +2,14 @@
 #![cfg(feature = "tcp")]
 #![allow(clippy::unwrap_used, clippy::expect_used)] // helpers of tests
 
+#[allow(dead_code)] // shared with other drills
 mod support;
 
 use std::time::Duration;
 
 use kv_cli::driver::fleet::FleetEvent;
 use kv_cli::driver::protocol::{BootstrapAt, FromWorker, Role, RoomEnd, TcpPath};
-use support::Drill;
-
-const PATHS: [TcpPath; 2] = [TcpPath::Copy, TcpPath::Stream];
-
-/// A room of one page and [`LARGE`] of 36 MiB, all asked for at once: when the small one is through, the large ones are
-/// under way.
-const FIRST: u64 = 100;
-const LARGE: u32 = 7;
-const LARGE_PAGES: u32 = 72;
-/// What other decodes ask for.
-const OTHER_PAGES: u32 = 16;
-
-/// Rooms as prefill serves them.
-fn served() -> Vec<(u64, u32)> {
-    let large = (0..LARGE).map(|i| (FIRST + 1 + u64::from(i), LARGE_PAGES));
-    [(FIRST, 1)].into_iter().chain(large).collect()
-}
-
-/// The same rooms as decode asks for them, each with pages of its own.
-fn wanted() -> Vec<(u64, Vec<u32>)> {
-    let large = (0..LARGE).map(|i| (FIRST + 1 + u64::from(i), (1 + i * LARGE_PAGES..).take(72).collect()));
-    [(FIRST, vec![0])].into_iter().chain(large).collect()
-}
-
-fn sources(n: usize) -> Vec<u32> {
-    (0..n as u32).collect()
-}
-
-/// On a machine with little time for this program, all may be over before the signal is sent. That tests nothing, so
-/// it is done again.
-fn until_in_the_middle(attempt: impl Fn(TcpPath) -> bool) {
-    for path in PATHS {
-        assert!((0..20).any(|_| attempt(path)), "{path:?}: the signal was too late every time");
-    }
-}
+use support::{Drill, FIRST, LARGE, OTHER_PAGES, asked, served, sources, until_in_the_middle, wanted};
 
 /// F51, R-D7.
 #[test]
@@ -53,7 +20,7 @@ fn prefill_killed_in_the_middle_fails_its_rooms_and_is_replaced() {
         let decode = drill.decode(&at);
         drill.fill(prefill, &sources(72));
         drill.serve(prefill, &served());
-        drill.fetch(decode, &wanted(), LARGE + 1);
+        drill.fetch(decode, &asked(), LARGE + 1);
         drill.success(decode, FIRST);
         drill.signal(prefill, libc::SIGKILL);
         drill.killed(prefill);
@@ -90,7 +57,7 @@ fn decode_killed_in_the_middle_frees_the_pages_of_its_rooms_alone() {
         drill.fill(prefill, &sources(72));
         let others = [(200, OTHER_PAGES), (201, OTHER_PAGES)];
         drill.serve(prefill, &[&served()[..], &others].concat());
-        drill.fetch(doomed, &wanted(), LARGE + 1);
+        drill.fetch(doomed, &asked(), LARGE + 1);
         drill.success(prefill, FIRST);
         drill.signal(doomed, libc::SIGKILL);
         let (a, b) = (sources(16), (16..32).collect::<Vec<u32>>());
@@ -124,7 +91,7 @@ fn a_stopped_decode_fails_nothing_and_releases_nothing() {
         let (stopped, other) = (drill.decode(&at), drill.decode(&at));
         drill.fill(prefill, &sources(72));
         drill.serve(prefill, &[&served()[..], &[(200, OTHER_PAGES)]].concat());
-        drill.fetch(stopped, &wanted(), LARGE + 1);
+        drill.fetch(stopped, &asked(), LARGE + 1);
         drill.success(prefill, FIRST);
         drill.signal(stopped, libc::SIGSTOP);
         // Another decode is served meanwhile.

@@ -78,8 +78,15 @@ fn r_f5_r_i1_retained_writes_are_seen_with_age_and_bytes_and_seen_to_go() {
     w.send(0, &s[0], &[0], 0, true);
     w.run();
     let op = w.p[0].transport.only().id;
+    let of_prefill = |w: &World| {
+        let s = w.p[0].stats.snapshot_at(kv_core::time::Clock::now(&w.clock));
+        ["ops_in_flight", "ops_retained", "rooms_awaiting_release"].map(|name| s.get(name).unwrap())
+    };
+    assert_eq!(of_prefill(&w), [1, 0, 0], "under way");
     w.p[0].transport.unresolve(op);
     w.run();
+    assert_eq!(of_prefill(&w), [0, 1, 1], "without proof: the pages may still be read");
+    assert_eq!(w.d[0].stats.rooms_awaiting_release.get(), 1, "and written");
     w.advance(Duration::from_secs(3));
 
     let memory = Memory::default();
@@ -98,9 +105,16 @@ fn r_f5_r_i1_retained_writes_are_seen_with_age_and_bytes_and_seen_to_go() {
     assert_eq!(memory.get("kv_transfer_ops_retained{role=prefill,backend=fake}"), 1.0);
     assert_eq!(memory.get("kv_transfer_rooms_failed{role=decode,backend=fake}"), 1.0);
 
+    assert_eq!(memory.get("kv_transfer_rooms_awaiting_release{role=decode,backend=fake}"), 1.0);
+    let now = kv_core::time::Clock::now(&w.clock);
+    assert_eq!(w.p[0].stats.snapshot_at(now).retained_age(), Some(Duration::from_secs(3)));
+
     // Decode gives the pages back by time: policy, and counted.
     w.advance(Duration::from_secs(30));
+    assert_eq!(w.d[0].stats.rooms_awaiting_release.get(), 0, "policy gave them back");
     w.p[0].transport.settle(op, true, true);
+    w.run();
+    assert_eq!(of_prefill(&w), [0, 0, 0], "proof gave them back");
     w.close(&s, &r);
     export(&w);
     let prefill = "role=decode,backend=fake,peer=10.0.0.1:9000";

@@ -207,7 +207,12 @@ fn init_after_or_beside_clear_leaves_nothing_behind() {
     last.init(None).unwrap();
     last.ready_timeout(HANG);
     drop(last);
-    assert_eq!(pair.d.stats().rooms_live.get(), 0);
+    // The shard's thread may be the one that carries it out.
+    let patience = std::time::Instant::now() + HANG;
+    while pair.d.stats().rooms_live.get() > 0 {
+        assert!(std::time::Instant::now() < patience, "a room is left behind");
+        std::thread::yield_now();
+    }
 }
 
 #[test]

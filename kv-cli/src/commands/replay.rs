@@ -156,6 +156,7 @@ impl Workload {
             host: host.to_owned(),
             tcp_path: self.tcp_path,
             heartbeat_s: self.heartbeat_s,
+            stats_every_ms: 0,
         }
     }
 }

@@ -14,6 +14,7 @@ use crate::driver::protocol::{BootstrapAt, Role};
 use crate::driver::scheduler::Scheduler;
 use crate::driver::worker;
 use crate::error::{CliError, Result};
+use crate::out;
 use crate::shape::{Rank, Shape};
 
 /// Pools of a rank that runs alone, MiB: the same on every machine, since both sides must cut requests alike.
@@ -53,7 +54,13 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
     );
     let transport = &args.workload.transport;
     let mut fleet = Fleet::new();
-    fleet.spawn_thread(Arc::new(BuiltIn), workload.worker(role, transport, shape, rank, bootstrap, &args.host))?;
+    let mut config = workload.worker(role, transport, shape, rank, bootstrap, &args.host);
+    if let Some(seconds) = args.stats_every {
+        config.stats_every_ms = seconds * 1000;
+        // Whoever does not read them will not read the result either, and that is an error.
+        fleet.on_stats(Box::new(|_, stats| drop(stats.line().and_then(out::line))));
+    }
+    fleet.spawn_thread(Arc::new(BuiltIn), config)?;
     let served = await_ready(&mut fleet, 1)?;
     if let Some(at) = &served {
         eprintln!("bootstrap server on {at}");

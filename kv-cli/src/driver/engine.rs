@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::driver::protocol::{Arrived, FetchRoom, ServeRoom, WorkerConfig};
+use crate::driver::stats::RankStats;
 use crate::error::Result;
 use crate::memory::KvMemory;
 
@@ -43,6 +44,9 @@ pub trait PrefillEngine: Send {
     /// left to send) still sends one empty last chunk.
     fn serve(&mut self, room: &ServeRoom, chunk_pages: u32) -> Result<()>;
 
+    /// What its manager counts, as of now.
+    fn stats(&self) -> RankStats;
+
     /// Drive the rooms; append news to `out`. Returns as soon as there is news, at the latest after `timeout`.
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()>;
 }
@@ -54,6 +58,9 @@ pub trait DecodeEngine: Send {
 
     /// Bytes that came in since the start, by the way they came.
     fn arrived(&self) -> Arrived;
+
+    /// What its manager counts, as of now.
+    fn stats(&self) -> RankStats;
 
     /// Drive the rooms; append news to `out`. Returns as soon as there is news, at the latest after `timeout`.
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()>;

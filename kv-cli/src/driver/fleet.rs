@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::driver::engine::EngineFactory;
 use crate::driver::protocol::{FromWorker, Role, ToWorker, WorkerConfig};
+use crate::driver::stats::RankStats;
 use crate::driver::worker;
 use crate::error::{CliError, Result};
 
@@ -40,7 +41,12 @@ pub struct Fleet {
     members: Vec<Member>,
     tx: Sender<FleetEvent>,
     rx: Receiver<FleetEvent>,
+    /// Takes `stats` events, which then are no news to whoever waits for some.
+    on_stats: Option<OnStats>,
 }
+
+/// Hears the numbers of a worker.
+pub type OnStats = Box<dyn FnMut(WorkerId, &RankStats)>;
 
 impl Default for Fleet {
     fn default() -> Self {
@@ -55,7 +61,12 @@ impl Fleet {
     /// A fleet of nobody.
     pub fn new() -> Self {
         let (tx, rx) = channel();
-        Self { members: Vec::new(), tx, rx }
+        Self { members: Vec::new(), tx, rx, on_stats: None }
+    }
+
+    /// Hand the workers' numbers to `hear`, instead of reporting them as events.
+    pub fn on_stats(&mut self, hear: OnStats) {
+        self.on_stats = Some(hear);
     }
 
     fn name(config: &WorkerConfig) -> String {
@@ -177,6 +188,11 @@ impl Fleet {
                         continue; // known already
                     }
                     return Some(FleetEvent::Died(id, member.how_it_ended(text)));
+                }
+                Ok(FleetEvent::From(id, FromWorker::Stats { stats })) if self.on_stats.is_some() => {
+                    if let Some(hear) = &mut self.on_stats {
+                        hear(id, &stats);
+                    }
                 }
                 Ok(event) => return Some(event),
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return None,

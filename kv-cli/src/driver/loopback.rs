@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::driver::engine::{DecodeEngine, EngineEvent, EngineFactory, PrefillEngine, PrefillStart};
 use crate::driver::protocol::{Arrived, FetchRoom, ServeRoom, WorkerConfig};
+use crate::driver::stats::RankStats;
 use crate::error::{CliError, Result};
 use crate::memory::KvMemory;
 use crate::shape::Rank;
@@ -127,6 +128,10 @@ impl PrefillEngine for Side {
         Ok(())
     }
 
+    fn stats(&self) -> RankStats {
+        RankStats::default() // nor is anything else
+    }
+
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()> {
         self.loopback.wait((true, self.rank), timeout, out);
         Ok(())
@@ -143,6 +148,10 @@ impl DecodeEngine for Side {
 
     fn arrived(&self) -> Arrived {
         Arrived::default() // not counted
+    }
+
+    fn stats(&self) -> RankStats {
+        RankStats::default() // nor is anything else
     }
 
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()> {

@@ -26,6 +26,7 @@ use crate::driver::agreement;
 use crate::driver::engine::{DecodeEngine, EngineEvent, PrefillEngine, PrefillStart};
 use crate::driver::protocol::{Arrived, BootstrapAt, FetchRoom, ServeRoom, WorkerConfig};
 use crate::driver::rows;
+use crate::driver::stats::RankStats;
 use crate::error::{CliError, Result};
 use crate::memory::KvMemory;
 
@@ -205,6 +206,10 @@ impl PrefillEngine for ManagedPrefill {
         Ok(())
     }
 
+    fn stats(&self) -> RankStats {
+        self.manager.snapshot().into()
+    }
+
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()> {
         let mut events = std::mem::take(&mut self.rooms.events);
         self.manager.drain_events(&mut events);
@@ -320,6 +325,10 @@ impl DecodeEngine for ManagedDecode {
 
     fn arrived(&self) -> Arrived {
         (self.arrived)()
+    }
+
+    fn stats(&self) -> RankStats {
+        self.manager.snapshot().into()
     }
 
     fn wait(&mut self, timeout: Duration, out: &mut Vec<EngineEvent>) -> Result<()> {

@@ -19,6 +19,7 @@ pub mod managed;
 pub mod protocol;
 pub mod rows;
 pub mod scheduler;
+pub mod stats;
 #[cfg(test)]
 mod tests;
 pub mod worker;

@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::driver::stats::RankStats;
 use crate::model::ModelSpec;
 use crate::pattern::{PageSource, Pattern};
 use crate::shape::{Rank, Shape};
@@ -101,6 +102,9 @@ pub struct WorkerConfig {
     pub tcp_path: TcpPath,
     /// Decode: seconds between two looks at a prefill server.
     pub heartbeat_s: u64,
+    /// Say `stats` this often, milliseconds; 0: never.
+    #[serde(default)]
+    pub stats_every_ms: u64,
 }
 
 /// One page and what it holds.
@@ -249,6 +253,11 @@ pub enum FromWorker {
         /// Time it took.
         seconds: f64,
     },
+    /// What the rank's manager counts. Comes by itself: see [`WorkerConfig::stats_every_ms`].
+    Stats {
+        /// The numbers.
+        stats: Box<RankStats>,
+    },
     /// The worker cannot go on and ends.
     Error {
         /// What is wrong.
@@ -289,6 +298,7 @@ mod tests {
             host: "::1".into(),
             tcp_path: TcpPath::Stream,
             heartbeat_s: 2,
+            stats_every_ms: 100,
         }));
         let text = serde_json::to_string(&config).unwrap();
         assert_eq!(serde_json::from_str::<ToWorker>(&text).unwrap(), config);

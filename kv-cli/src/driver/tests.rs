@@ -51,6 +51,7 @@ fn worker(role: Role, run: &RunConfig, shape: Shape, rank: crate::shape::Rank) -
         host: "127.0.0.1".into(),
         tcp_path: TcpPath::default(),
         heartbeat_s: 5,
+        stats_every_ms: 0,
     }
 }
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::driver::engine::{DecodeEngine, EngineEvent, EngineFactory, PrefillEngine};
 use crate::driver::protocol::{FetchRoom, FilledPage, FromWorker, Role, RoomEnd, ServeRoom, ToWorker, WorkerConfig};
+use crate::driver::stats::RankStats;
 use crate::error::{CliError, Result};
 use crate::memory::KvMemory;
 use crate::pattern::Pattern;
@@ -125,6 +126,17 @@ struct Worker {
     events: Vec<EngineEvent>,
     /// Commands that came while another ran.
     stopped: bool,
+    /// How often its numbers are said, and when next; `None`: never.
+    stats: Option<(Duration, Instant)>,
+}
+
+impl Side {
+    fn stats(&self) -> RankStats {
+        match self {
+            Self::Prefill(engine) => engine.stats(),
+            Self::Decode(engine) => engine.stats(),
+        }
+    }
 }
 
 impl Worker {
@@ -142,7 +154,18 @@ impl Worker {
         let pool_bytes = memory.entry_len() * u64::from(memory.geometry().entries());
         emit(FromWorker::Ready { bootstrap, pool_bytes })?;
         let (open, events) = (HashSet::new(), Vec::new());
-        Ok(Self { side, memory, pattern: config.pattern, open, events, stopped: false })
+        let stats = (config.stats_every_ms > 0).then(|| (Duration::from_millis(config.stats_every_ms), Instant::now()));
+        Ok(Self { side, memory, pattern: config.pattern, open, events, stopped: false, stats })
+    }
+
+    /// Say the numbers, when they are wanted: by the clock, or now.
+    fn say_stats(&mut self, now: bool, emit: &mut Emit<'_>) -> Result<()> {
+        let Some((every, next)) = &mut self.stats else { return Ok(()) };
+        if !now && *next > Instant::now() {
+            return Ok(());
+        }
+        *next = Instant::now() + *every;
+        emit(FromWorker::Stats { stats: Box::new(self.side.stats()) })
     }
 
     fn fill(&self, pages: &[FilledPage], emit: &mut Emit<'_>) -> Result<()> {
@@ -191,6 +214,7 @@ impl Worker {
         while !self.open.is_empty() && self.connected(commands)? {
             self.drain(TICK, emit)?;
         }
+        self.say_stats(true, emit)?;
         emit(FromWorker::ServeDone { cpu_s: cpu_seconds() - cpu })
     }
 
@@ -212,6 +236,7 @@ impl Worker {
             self.drain(TICK, emit)?;
         }
         let (seconds, cpu_s) = (started.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+        self.say_stats(true, emit)?;
         emit(FromWorker::FetchDone { seconds, cpu_s, arrived: self.side.decode()?.arrived().since(before) })
     }
 
@@ -242,7 +267,7 @@ impl Worker {
                 EngineEvent::Released { room } => emit(FromWorker::Released { room })?,
             }
         }
-        Ok(())
+        self.say_stats(false, emit)
     }
 }
 

@@ -1,12 +1,16 @@
 //! Ranks as processes, told what to do one command at a time.
 
+pub mod cut;
+
+use std::collections::{HashMap, VecDeque};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kv_cli::driver::fleet::{Fleet, FleetEvent, WorkerId};
 use kv_cli::driver::protocol::{
     BootstrapAt, FetchRoom, FilledPage, FromWorker, Role, RoomEnd, ServeRoom, TcpPath, ToWorker, WorkerConfig,
 };
+use kv_cli::driver::stats::RankStats;
 use kv_cli::model::{KvKind, ModelSpec};
 use kv_cli::pattern::{PageSource, Pattern};
 use kv_cli::shape::{Rank, Shape};
@@ -18,7 +22,50 @@ pub const HEARTBEAT_S: u64 = 2;
 /// Pages in every pool: 256 MiB.
 pub const POOL_PAGES: u32 = 512;
 
-fn config(role: Role, bootstrap: BootstrapAt, tcp_path: TcpPath) -> WorkerConfig {
+/// Both ways of the embedded transport on one host.
+pub const PATHS: [TcpPath; 2] = [TcpPath::Copy, TcpPath::Stream];
+
+/// A room of one page and [`LARGE`] of 36 MiB, all asked for at once, the small one last: when it is through, prefill
+/// knows of the large ones, and they are under way.
+pub const FIRST: u64 = 100;
+pub const LARGE: u32 = 7;
+pub const LARGE_PAGES: u32 = 72;
+/// What other decodes ask for.
+pub const OTHER_PAGES: u32 = 16;
+
+/// Rooms as prefill serves them.
+pub fn served() -> Vec<(u64, u32)> {
+    let large = (0..LARGE).map(|i| (FIRST + 1 + u64::from(i), LARGE_PAGES));
+    [(FIRST, 1)].into_iter().chain(large).collect()
+}
+
+/// The same rooms as decode asks for them, each with pages of its own.
+pub fn wanted() -> Vec<(u64, Vec<u32>)> {
+    let large = (0..LARGE).map(|i| (FIRST + 1 + u64::from(i), (1 + i * LARGE_PAGES..).take(72).collect()));
+    [(FIRST, vec![0])].into_iter().chain(large).collect()
+}
+
+/// In this order.
+pub fn asked() -> Vec<(u64, Vec<u32>)> {
+    let mut rooms = wanted();
+    rooms.rotate_left(1);
+    rooms
+}
+
+/// The first `n` pages.
+pub fn sources(n: usize) -> Vec<u32> {
+    (0..n as u32).collect()
+}
+
+/// On a machine with little time for this program, all may be over before the signal is sent. That tests nothing, so
+/// it is done again.
+pub fn until_in_the_middle(attempt: impl Fn(TcpPath) -> bool) {
+    for path in PATHS {
+        assert!((0..20).any(|_| attempt(path)), "{path:?}: the signal was too late every time");
+    }
+}
+
+fn config(role: Role, bootstrap: BootstrapAt, tcp_path: TcpPath, stats_every_ms: u64) -> WorkerConfig {
     WorkerConfig {
         role,
         transport: "tcp".into(),
@@ -38,6 +85,7 @@ fn config(role: Role, bootstrap: BootstrapAt, tcp_path: TcpPath) -> WorkerConfig
         host: "127.0.0.1".into(),
         tcp_path,
         heartbeat_s: HEARTBEAT_S,
+        stats_every_ms,
     }
 }
 
@@ -46,18 +94,78 @@ pub struct Drill {
     fleet: Fleet,
     path: TcpPath,
     said: Vec<FleetEvent>,
+    stats_every_ms: u64,
+    /// Numbers that nobody has looked at yet, oldest first.
+    numbers: HashMap<WorkerId, VecDeque<RankStats>>,
 }
 
 impl Drill {
     pub fn new(path: TcpPath) -> Self {
-        Self { fleet: Fleet::new(), path, said: Vec::new() }
+        Self { fleet: Fleet::new(), path, said: Vec::new(), stats_every_ms: 0, numbers: HashMap::new() }
+    }
+
+    /// One whose ranks say what they count, ten times a second.
+    pub fn with_numbers(path: TcpPath) -> Self {
+        Self { stats_every_ms: 100, ..Self::new(path) }
+    }
+
+    fn hear(&mut self, event: FleetEvent) {
+        match event {
+            FleetEvent::From(_, FromWorker::Error { what, hint }) => panic!("{what}; {hint}"),
+            FleetEvent::From(id, FromWorker::Stats { stats }) => self.numbers.entry(id).or_default().push_back(*stats),
+            event => self.said.push(event),
+        }
+    }
+
+    /// The next numbers of a worker that nobody has looked at.
+    pub fn numbers(&mut self, worker: WorkerId) -> RankStats {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(numbers) = self.numbers.get_mut(&worker).and_then(VecDeque::pop_front) {
+                return numbers;
+            }
+            match self.fleet.next(deadline.saturating_duration_since(Instant::now())) {
+                Some(event) => self.hear(event),
+                None => panic!("worker {worker} says no numbers; said: {:?}", self.said),
+            }
+        }
+    }
+
+    /// Forget the numbers of a worker that were said before.
+    pub fn forget_numbers(&mut self, worker: WorkerId) {
+        while let Some(event) = self.fleet.next(Duration::ZERO) {
+            self.hear(event);
+        }
+        self.numbers.remove(&worker);
+        // One may have been on its way.
+        self.numbers(worker);
+    }
+
+    /// Wait for numbers that `wanted` takes. They must come before patience is over.
+    pub fn until(&mut self, worker: WorkerId, what: &str, wanted: impl Fn(&RankStats) -> bool) -> RankStats {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let numbers = self.numbers(worker);
+            if wanted(&numbers) {
+                return numbers;
+            }
+            assert!(Instant::now() < deadline, "{what}: still {numbers:?}");
+        }
+    }
+
+    /// `said` times in a row the numbers of a worker must be as `wanted`.
+    pub fn hold(&mut self, worker: WorkerId, said: usize, what: &str, wanted: impl Fn(&RankStats) -> bool) {
+        for i in 0..said {
+            let numbers = self.numbers(worker);
+            assert!(wanted(&numbers), "{what}: not so the {i}th time: {numbers:?}");
+        }
     }
 
     /// Start a rank; its number, and its registry when it runs one.
     pub fn start(&mut self, role: Role, bootstrap: BootstrapAt) -> (WorkerId, Option<String>) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvt"));
         command.args([role.to_string().as_str(), "--worker"]);
-        let id = self.fleet.spawn_command(command, config(role, bootstrap, self.path)).unwrap();
+        let id = self.fleet.spawn_command(command, config(role, bootstrap, self.path, self.stats_every_ms)).unwrap();
         self.expect("ready", |event| match event {
             FleetEvent::From(w, FromWorker::Ready { bootstrap, .. }) if *w == id => Some((id, bootstrap.clone())),
             _ => None,
@@ -74,14 +182,20 @@ impl Drill {
         self.start(Role::Decode, BootstrapAt::Connect(at.into())).0
     }
 
+    pub fn pid(&self, worker: WorkerId) -> u32 {
+        self.fleet.process_id(worker).unwrap()
+    }
+
     pub fn signal(&self, worker: WorkerId, signal: libc::c_int) {
-        let pid = self.fleet.process_id(worker).unwrap();
+        let pid = self.pid(worker);
         // SAFETY: no pointers; the process is a child of ours that was not waited for, so the number is its own.
         assert_eq!(unsafe { libc::kill(pid as libc::pid_t, signal) }, 0);
     }
 
     /// The first event that `wanted` takes, of those said already or still to come.
     pub fn expect<T>(&mut self, what: &str, mut wanted: impl FnMut(&FleetEvent) -> Option<T>) -> T {
+        // Numbers that come all the time are not what is waited for.
+        let deadline = Instant::now() + PATIENCE;
         let mut heard = 0;
         loop {
             while heard < self.said.len() {
@@ -91,9 +205,8 @@ impl Drill {
                 }
                 heard += 1;
             }
-            match self.fleet.next(PATIENCE) {
-                Some(FleetEvent::From(_, FromWorker::Error { what, hint })) => panic!("{what}; {hint}"),
-                Some(event) => self.said.push(event),
+            match self.fleet.next(deadline.saturating_duration_since(Instant::now())) {
+                Some(event) => self.hear(event),
                 None => panic!("no such event: {what}; said: {:?}", self.said),
             }
         }
@@ -101,11 +214,11 @@ impl Drill {
 
     /// Everything said and not asked for, after `quiet` of listening.
     pub fn listen(&mut self, quiet: Duration) -> &[FleetEvent] {
-        let until = std::time::Instant::now() + quiet;
+        let until = Instant::now() + quiet;
         loop {
-            let left = until.saturating_duration_since(std::time::Instant::now());
+            let left = until.saturating_duration_since(Instant::now());
             match self.fleet.next(left) {
-                Some(event) => self.said.push(event),
+                Some(event) => self.hear(event),
                 None => return &self.said,
             }
         }

@@ -10,7 +10,7 @@ use super::Stats;
 use crate::time::Timestamp;
 
 /// Counters that go up and down.
-const GAUGES: &[&str] = &["rooms_live", "ops_retained", "bytes_retained"];
+const GAUGES: &[&str] = &["rooms_live", "rooms_awaiting_release", "ops_in_flight", "ops_retained", "bytes_retained"];
 
 /// What every number of these has in front of its name.
 const PREFIX: &str = "kv_transfer_";
@@ -21,7 +21,9 @@ impl Stats {
     /// Names: `kv_transfer_` and the counter's name; and `kv_transfer_retained_ops`, `kv_transfer_retained_bytes`,
     /// `kv_transfer_retained_oldest_seconds` (0: none) and `kv_transfer_released_without_proof_by_peer` by peer.
     pub fn export(&self, role: &'static str, backend: &'static str, now: Timestamp) {
-        for (name, value) in self.snapshot() {
+        let all = self.snapshot_at(now);
+        let seconds = |age: Option<std::time::Duration>| age.map_or(0.0, |age| age.as_secs_f64());
+        for &(name, value) in &all.counters {
             let full = format!("{PREFIX}{name}");
             if GAUGES.contains(&name) {
                 gauge!(full, "role" => role, "backend" => backend).set(value as f64);
@@ -29,27 +31,26 @@ impl Stats {
                 counter!(full, "role" => role, "backend" => backend).absolute(value);
             }
         }
-        let mut oldest: Option<Timestamp> = None;
-        for n in self.peers.snapshot() {
+        for n in &all.peers {
             let peer = n.peer.to_string();
-            let age = n.retained_since.map_or(0.0, |since| now.since(since).as_secs_f64());
-            oldest = oldest.into_iter().chain(n.retained_since).min();
             let by = |name: &'static str| gauge!(name, "role" => role, "backend" => backend, "peer" => peer.clone());
             by("kv_transfer_retained_ops").set(n.retained_ops as f64);
             by("kv_transfer_retained_bytes").set(n.retained_bytes as f64);
-            by("kv_transfer_retained_oldest_seconds").set(age);
+            by("kv_transfer_retained_oldest_seconds").set(seconds(n.retained_age(now)));
             counter!(
                 "kv_transfer_released_without_proof_by_peer",
                 "role" => role, "backend" => backend, "peer" => peer
             )
             .absolute(n.released_without_proof);
         }
-        let age = oldest.map_or(0.0, |since| now.since(since).as_secs_f64());
-        gauge!("kv_transfer_ops_retained_oldest_seconds", "role" => role, "backend" => backend).set(age);
+        gauge!("kv_transfer_ops_retained_oldest_seconds", "role" => role, "backend" => backend)
+            .set(seconds(all.retained_age()));
     }
 
     /// Tell the recorder what the numbers that matter most mean.
     pub fn describe() {
+        describe_gauge!("kv_transfer_rooms_awaiting_release", "failed rooms whose pages are not free yet");
+        describe_gauge!("kv_transfer_ops_in_flight", "posted writes whose outcome has not come");
         describe_gauge!("kv_transfer_retained_ops", "writes to a peer without proof of quiet, kept alive");
         describe_gauge!("kv_transfer_retained_bytes", "bytes of those writes, whose memory stays registered");
         describe_gauge!("kv_transfer_retained_oldest_seconds", "age of the oldest of those writes");

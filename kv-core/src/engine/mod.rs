@@ -13,6 +13,7 @@ mod peer_stats;
 mod peers;
 mod prefill;
 mod shared;
+mod snapshot;
 mod stats;
 mod timers;
 mod waiters;
@@ -21,6 +22,7 @@ pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
 pub use peer_stats::{PeerNumbers, PeerTable};
 pub use prefill::{AuxRule, PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
 pub use shared::{EventQueue, RoomEvent, RoomShared};
+pub use snapshot::StatsSnapshot;
 pub use stats::{Counter, Stats};
 
 use std::sync::Arc;

@@ -14,7 +14,8 @@ macro_rules! stats {
         }
 
         impl Stats {
-            /// Every counter with its name, for exporters and for people.
+            /// Every counter with its name, for exporters and for people. With what is counted by peer:
+            /// [`snapshot_at`](Self::snapshot_at).
             pub fn snapshot(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($name), self.$name.get()),)*]
             }
@@ -35,8 +36,13 @@ stats! {
     rooms_aborted,
     /// Gauge: rooms the shard holds, cleared ones that are not drained included.
     rooms_live,
+    /// Gauge: failed rooms whose pages are not free yet. Decode: a write could still land in them, and neither proof nor
+    /// the release policy has given them back. Prefill: a write may still read them.
+    rooms_awaiting_release,
     /// Writes posted.
     ops_posted,
+    /// Gauge: posted writes whose outcome has not come. With `ops_retained`: every write that may still move bytes.
+    ops_in_flight,
     /// Writes that ended Done.
     ops_done,
     /// Writes that failed.
@@ -81,6 +87,17 @@ stats! {
     peers_lost,
     /// Metadata kept for a room without a sender, and thrown away by time.
     early_expired,
+}
+
+impl Stats {
+    /// Keep `rooms_awaiting_release`: a room that stood (or not) in it as `was` says is now ended and held, or not.
+    pub(crate) fn awaiting_release(&self, was: &mut bool, is: bool) {
+        match (std::mem::replace(was, is), is) {
+            (false, true) => self.rooms_awaiting_release.inc(),
+            (true, false) => self.rooms_awaiting_release.set(self.rooms_awaiting_release.get().saturating_sub(1)),
+            _ => {}
+        }
+    }
 }
 
 /// One counter.

@@ -7,7 +7,7 @@ use super::core::{Core, fake_room};
 use super::{DecodeConfig, KvReceiver, ManagerError, RoomError, is_fake};
 use crate::control::zmq::PushRole;
 use crate::directory::{DecodeProfile, DirectoryConfig, HeartbeatConfig, HttpDirectory};
-use crate::engine::{DecodeCommand, DecodeShard, DecodeShardConfig, RoomEvent, Stats};
+use crate::engine::{DecodeCommand, DecodeShard, DecodeShardConfig, RoomEvent, Stats, StatsSnapshot};
 use crate::hooks::ManagerHooks;
 use crate::ids::Room;
 use crate::layout::LocalLayout;
@@ -91,6 +91,11 @@ impl DecodeManager {
     /// Its counters.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.0.stats
+    }
+
+    /// All its numbers as of now, by peer too: what [`Stats`] counts, with the age of what is retained.
+    pub fn snapshot(&self) -> StatsSnapshot {
+        self.0.stats.snapshot_at(self.0.engine.now())
     }
 
     /// Hand the counters to the recorder that is installed for the `metrics` facade ([`Stats::export`]). Call it as often

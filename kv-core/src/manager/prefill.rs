@@ -9,7 +9,7 @@ use super::{KvSender, ManagerError, PrefillConfig, PrefillIdentity, RoomError, i
 use crate::bootstrap::types::{FOLLOW_BOOTSTRAP_ROOM, POLICY_EARLY};
 use crate::bootstrap::{PrefillRow, RegistrationConfig, register_prefill_rank};
 use crate::control::zmq::PushRole;
-use crate::engine::{AuxRule, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, Stats};
+use crate::engine::{AuxRule, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, Stats, StatsSnapshot};
 use crate::hooks::ManagerHooks;
 use crate::ids::{PrefillRank, Room};
 use crate::layout::LocalLayout;
@@ -116,6 +116,11 @@ impl PrefillManager {
     /// Its counters.
     pub fn stats(&self) -> &Arc<Stats> {
         &self.core.stats
+    }
+
+    /// All its numbers as of now, by peer too: what [`Stats`] counts, with the age of what is retained.
+    pub fn snapshot(&self) -> StatsSnapshot {
+        self.core.stats.snapshot_at(self.core.engine.now())
     }
 
     /// Hand the counters to the recorder that is installed for the `metrics` facade ([`Stats::export`]). Call it as often

@@ -116,7 +116,6 @@ impl<S: Step> Engine<S> {
     }
 
     /// The shard's clock.
-    #[cfg(feature = "metrics")]
     pub(super) fn now(&self) -> Timestamp {
         self.clock.now()
     }

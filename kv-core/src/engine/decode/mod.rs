@@ -107,6 +107,8 @@ struct Entry {
     look_every: Duration,
     generation: Option<u64>,
     reported: bool,
+    /// It stands in `rooms_awaiting_release`.
+    held: bool,
     /// Its number was said to be free.
     freed: bool,
 }
@@ -307,6 +309,7 @@ impl DecodeShard {
             look_every: proof::LOOK,
             generation: None,
             reported: false,
+            held: false,
             freed: false,
         };
         let key = self.rooms.insert(entry);
@@ -512,7 +515,9 @@ impl DecodeShard {
             // Before a waiter hears of it: it may take the number at once.
             (self.config.freed)(&e.shared);
         }
-        e.shared.publish(poll, e.room.releasable(), e.room.failure(), None);
+        let releasable = e.room.releasable();
+        self.stats.awaiting_release(&mut e.held, poll.is_terminal() && !releasable);
+        e.shared.publish(poll, releasable, e.room.failure(), None);
     }
 
     fn publish_metadata(&self, key: RoomKey, spec: &PublishSpec, control: &mut dyn ControlPlane) -> ReceiverEvent {

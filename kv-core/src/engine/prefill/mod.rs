@@ -110,6 +110,8 @@ struct Entry {
     shared: Arc<RoomShared>,
     armed: Option<Timestamp>,
     reported: bool,
+    /// It stands in `rooms_awaiting_release`.
+    held: bool,
     /// The lives on decode that this life is for.
     bound: SmallVec<[DecodeLife; 1]>,
 }
@@ -393,7 +395,7 @@ impl PrefillShard {
             return shared.publish(KvPoll::Failed, true, Some(&failure), None);
         }
         let machine = SenderRoom::new(room, now, self.config.policy.clone());
-        let entry = Entry { room: machine, shared, armed: None, reported: false, bound: SmallVec::new() };
+        let entry = Entry { room: machine, shared, armed: None, reported: false, held: false, bound: SmallVec::new() };
         let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);
         self.tombstones.remove(&room);

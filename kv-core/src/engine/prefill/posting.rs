@@ -131,6 +131,7 @@ impl PrefillShard {
         }
         self.stats.ops_posted.inc();
         self.in_flight.insert(id, OpRef { key, chunk, dest, bytes, name: name.clone() });
+        self.stats.ops_in_flight.set(self.in_flight.len() as u64);
         if let Some(p) = self.peers.get_mut(name) {
             p.in_flight += 1;
         }

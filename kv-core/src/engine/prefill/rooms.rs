@@ -29,6 +29,7 @@ impl PrefillShard {
             let (src_quiet, dst_quiet) = outcome.quiet();
             return self.settlement(now, op, Settlement::Settled { src_quiet, dst_quiet }, control);
         };
+        self.stats.ops_in_flight.set(self.in_flight.len() as u64);
         if let Some(peer) = self.peers.get_mut(&r.name) {
             peer.in_flight = peer.in_flight.saturating_sub(1);
         }
@@ -137,7 +138,9 @@ impl PrefillShard {
             }
         }
         e.shared.set_decode_prefix_len(e.room.decode_prefix_len());
-        e.shared.publish(poll, e.room.releasable(), e.room.failure(), e.room.latency());
+        let releasable = e.room.releasable();
+        self.stats.awaiting_release(&mut e.held, poll.is_terminal() && !releasable);
+        e.shared.publish(poll, releasable, e.room.failure(), e.room.latency());
     }
 
     /// Deadlines and the end of a room.
