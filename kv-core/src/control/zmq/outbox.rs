@@ -210,7 +210,7 @@ impl<K: Links> Outbox<K> {
         if message.is_empty() {
             return Ok(());
         }
-        self.drive();
+        self.take_answers();
         let mut slot = self.ready(to)?;
         for attempt in 0.. {
             let Some(entry) = self.entries.get_mut(slot).and_then(Option::as_mut) else { break };
@@ -278,8 +278,7 @@ impl<K: Links> Outbox<K> {
 
     /// See [`ZmqOutbox::sweep`](super::ZmqOutbox::sweep).
     pub fn sweep(&mut self, now: Timestamp) -> Option<Timestamp> {
-        self.drive();
-        self.flush();
+        self.take_answers();
         if self.index.is_empty() && self.closing.is_empty() {
             self.next_sweep = None;
             return None;
@@ -287,6 +286,8 @@ impl<K: Links> Outbox<K> {
         if let Some(at) = self.next_sweep.filter(|&at| now < at) {
             return Some(at);
         }
+        self.drive();
+        self.flush();
         self.closing.retain_mut(|c| {
             let until = *c.until.get_or_insert(now + LINGER);
             c.link.ready();
