@@ -14,4 +14,5 @@ mod reuse;
 mod robustness;
 mod shapes;
 mod support;
+mod traces;
 mod transfers;

@@ -130,6 +130,9 @@ impl PrefillShard {
             }
         }
         self.stats.ops_posted.inc();
+        self.in_trace(key, chunk, |module, room| {
+            tracing::debug!(module, room, chunk, op = id.0, bytes, to = &**name, "kv write posted");
+        });
         self.in_flight.insert(id, OpRef { key, chunk, dest, bytes, name: name.clone() });
         if let Some(p) = self.peers.get_mut(name) {
             p.in_flight += 1;

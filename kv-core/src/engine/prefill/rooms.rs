@@ -32,7 +32,14 @@ impl PrefillShard {
         if let Some(peer) = self.peers.get_mut(&r.name) {
             peer.in_flight = peer.in_flight.saturating_sub(1);
         }
-        let (key, chunk, dest) = (r.key, r.chunk, r.dest);
+        let (key, chunk, dest, bytes) = (r.key, r.chunk, r.dest, r.bytes);
+        self.in_trace(key, chunk, |module, room| match &outcome {
+            Outcome::Done => tracing::debug!(module, room, chunk, op = op.0, bytes, "kv write done"),
+            Outcome::Failed { error, .. } => tracing::debug!(module, room, chunk, op = op.0, %error, "kv write failed"),
+            Outcome::Unresolved { error } => {
+                tracing::debug!(module, room, chunk, op = op.0, %error, "kv write unresolved");
+            }
+        });
         match &outcome {
             Outcome::Done => {
                 self.stats.ops_done.inc();
@@ -85,6 +92,7 @@ impl PrefillShard {
             entry.room.handle_event(now, event, &mut effects);
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
+            self.finish_traces(key);
             self.after(key);
         }
     }
@@ -194,6 +202,7 @@ impl PrefillShard {
             }
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
+            self.finish_traces(key);
             self.after(key);
         }
         self.outgoing.handle_timeout(now, control, &self.stats);
