@@ -8,6 +8,7 @@ mod deadlines;
 mod early;
 mod network;
 mod peers;
+mod pieces;
 mod proof;
 mod pushed;
 mod reuse;

@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 mod aux;
 mod inbound;
 mod lives;
+mod pieces;
 mod posting;
 mod rooms;
 mod traces;
@@ -41,6 +42,7 @@ use crate::wire::{Abort, AbortAck, ExtPeer, Extension, KvStatus, MessageKind, Me
 pub use aux::AuxRule;
 use inbound::About;
 use lives::{AckTarget, DecodeLife, Spent};
+use pieces::Pieces;
 use traces::Traces;
 
 new_key_type! { pub(crate) struct RoomKey; }
@@ -89,6 +91,8 @@ pub struct PrefillShardConfig {
     pub freed: RoomFreed,
     /// Which decodes' metadata slots this rank writes.
     pub aux_rule: AuxRule,
+    /// The transport's ([`Capabilities`](crate::transport::Capabilities)): a larger write is cut into several ops.
+    pub max_op_bytes: Option<u64>,
     /// What we say of ourselves to peers of ours (H4); `None`: to everybody exactly what 0.5.23 says.
     pub extension: Option<ExtPeer>,
     /// Hands commands back to the shard from other threads (wait events).
@@ -124,6 +128,8 @@ struct Entry {
     /// The lives on decode that this life is for.
     bound: SmallVec<[DecodeLife; 1]>,
     traces: Traces,
+    /// Writes that are cut into several ops.
+    pieces: Vec<Pieces>,
 }
 
 /// A write, and whose it is.
@@ -411,6 +417,7 @@ impl PrefillShard {
             reported: false,
             bound: SmallVec::new(),
             traces: Traces::default(),
+            pieces: Vec::new(),
         };
         let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);

@@ -52,7 +52,9 @@ impl PrefillShard {
         if quiet != (true, true) && !mutant!(ForgetOpAtError) {
             self.retain(now, op, r, quiet);
         }
-        self.drive(now, key, SenderEvent::Outcome(chunk, dest, outcome), control);
+        if let Some(event) = self.outcome_of(&Post { key, chunk, dest }, outcome) {
+            self.drive(now, key, event, control);
+        }
     }
 
     /// A write ended without proof: it stays, and is seen to (F5).
@@ -70,6 +72,7 @@ impl PrefillShard {
     fn settlement(&mut self, now: Timestamp, id: OpId, settlement: Settlement, control: &mut dyn ControlPlane) {
         let Some(retained) = self.retained.get_mut(&id) else { return };
         let (s, d) = settlement.quiet();
+        let turned = (s && !retained.quiet.0, d && !retained.quiet.1);
         retained.quiet.0 |= s;
         retained.quiet.1 |= d;
         let (key, chunk, dest, bytes) = (retained.op.key, retained.op.chunk, retained.op.dest, retained.op.bytes);
@@ -80,7 +83,9 @@ impl PrefillShard {
             stats.bytes_retained.set(stats.bytes_retained.get().saturating_sub(bytes));
             self.retained.remove(&id);
         }
-        self.drive(now, key, SenderEvent::Settlement(chunk, dest, settlement), control);
+        if let Some(event) = self.settlement_of(&Post { key, chunk, dest }, turned) {
+            self.drive(now, key, event, control);
+        }
     }
 
     /// Feed a room one event, and carry out everything that follows from it.
@@ -93,6 +98,7 @@ impl PrefillShard {
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
             self.finish_traces(key);
+            self.give_up_pieces(key);
             self.after(key);
         }
     }
