@@ -48,6 +48,8 @@ pub enum Mutant {
     LateStatusCreatesRoom,
     DeadlineBeatsCompletion,
     ForgetOpAtError,
+    OnePieceIsTheWrite,
+    PieceErrorHushesSiblings,
 }
 
 #[cfg(feature = "mutants")]

@@ -29,7 +29,7 @@ pub struct Capabilities {
     pub host_memory: bool,
     /// Writes from and into device memory.
     pub device_memory: bool,
-    /// Largest op in bytes; a larger one is refused.
+    /// Largest op in bytes; a larger one is refused. The engine cuts larger writes into several ops.
     pub max_op_bytes: Option<u64>,
     /// `submit` may copy the data before it returns. Callers then never run the shard inline.
     pub submit_blocks: bool,

@@ -26,7 +26,41 @@ const TABLE: &[(Mutant, &str, Scenario)] = &[
     (Mutant::LateStatusCreatesRoom, "no resurrection", late_status),
     (Mutant::DeadlineBeatsCompletion, "a completion that has arrived wins over the deadline", completion_and_deadline),
     (Mutant::ForgetOpAtError, "every path gives back everything", proof_after_an_error),
+    (Mutant::OnePieceIsTheWrite, "Success needs every write Done", success_after_every_piece),
+    (Mutant::PieceErrorHushesSiblings, "ABORT_ACK implies that no write can land", ack_after_every_piece),
 ];
+
+/// The two scenarios that need pieces make a world of their own.
+fn in_pieces() -> (World, Room, Room) {
+    let mut w = World::new(WorldSpec { max_op_bytes: Some(100), ..WorldSpec::default() });
+    w.p[0].transport.set_policy(Policy::Hold);
+    let (mut s, mut r) = w.open(7, &[4, 5]);
+    w.send(0, &s[0], &[0, 1], 0, true);
+    w.run();
+    (w, s.remove(0), r.remove(0))
+}
+
+/// One of several pieces is done.
+fn success_after_every_piece(_: &mut World, _: &Room, _: &Room, _: OpId) -> bool {
+    let (mut w, s, _) = in_pieces();
+    let ops = w.p[0].transport.in_flight();
+    w.p[0].transport.complete(ops[ops.len() - 1].id);
+    w.run();
+    let held = s.poll() == KvPoll::Transferring;
+    w.abandon();
+    held
+}
+
+/// One of several pieces fails, and is quiet itself.
+fn ack_after_every_piece(_: &mut World, _: &Room, _: &Room, _: OpId) -> bool {
+    let (mut w, s, r) = in_pieces();
+    let ops = w.p[0].transport.in_flight();
+    w.p[0].transport.fail(ops[1].id, true, true);
+    w.run();
+    let held = s.poll() == KvPoll::Failed && !s.releasable() && !r.releasable();
+    w.abandon();
+    held
+}
 
 /// A world with one write in flight, ended by hand, between room 7's two sides.
 fn run(scenario: Scenario) -> bool {

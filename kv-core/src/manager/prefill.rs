@@ -92,6 +92,7 @@ impl PrefillManager {
                 last_stage: id.pp.1 + 1 == id.pp.0,
                 kv_entries: layout.spec().kv.len(),
             },
+            max_op_bytes: transport.capabilities().max_op_bytes,
             extension,
             commands,
         };

@@ -8,7 +8,7 @@ use super::RoomError;
 use super::core::Core;
 use super::handle::room_handle;
 use crate::KvTransferError;
-use crate::engine::{PrefillCommand, PrefillShard, RoomShared};
+use crate::engine::{ChunkExtras, PrefillCommand, PrefillShard, RoomShared};
 use crate::event::WaitEvent;
 use crate::poll::KvPoll;
 use crate::room::{Failure, SendCursor, SendError};
@@ -20,6 +20,12 @@ pub struct SendOptions {
     pub state_indices: Vec<Vec<i32>>,
     /// Source pages must not be read before this fired.
     pub wait_event: Option<Arc<dyn WaitEvent>>,
+    /// Trace context of this chunk: the span that all that is said of its posting, its writes' outcomes, and its end is
+    /// said in (level DEBUG, with the fields `room`, `chunk` and the backend's `module`). It is let go of on every way
+    /// the chunk can end: sent, failed or aborted with its room, cleared, refused. A context that comes as text (a W3C
+    /// `traceparent`) becomes a field or the parent of the span:
+    /// `tracing::info_span!("kv_send", traceparent = "00-...-01")`.
+    pub trace: Option<tracing::Span>,
 }
 
 /// Prefill's handle of one room. `Send + Sync`; dropping it is [`clear`](Self::clear): in Bootstrapping and
@@ -84,7 +90,8 @@ impl KvSender {
         })?;
         // Queued under the cursor's lock, so that two threads' chunks keep their order; carried out without it, since a
         // waker may call back.
-        self.manager.engine.enqueue(PrefillCommand::Send(self.shared.clone(), spec, options.wait_event));
+        let extras = ChunkExtras { wait_event: options.wait_event, trace: options.trace };
+        self.manager.engine.enqueue(PrefillCommand::Send(self.shared.clone(), spec, extras));
         drop(guard);
         self.manager.engine.kick();
         Ok(())

@@ -206,6 +206,11 @@ impl SenderRoom {
         self.current.iter().chain(&self.retained).find(|c| c.id == id)
     }
 
+    /// Chunks with a lower number have ended, in order: in place, or failed with the room.
+    pub fn ended_before(&self) -> u32 {
+        self.current.as_ref().or(self.queue.front()).map_or(self.next_chunk, |c| c.id)
+    }
+
     /// Chunks that may still write.
     pub fn outstanding(&self) -> usize {
         self.outstanding.len()

@@ -244,6 +244,7 @@ fn broken_lane(w: &World) -> kv_core::engine::PrefillShard {
         rank: kv_core::PrefillRank(0),
         freed: std::sync::Arc::new(|_| {}),
         aux_rule: AuxRule::ALONE,
+        max_op_bytes: None,
         extension: None,
         commands: std::sync::Arc::new(|_| {}),
     };

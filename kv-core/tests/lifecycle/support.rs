@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::engine::RoomShared;
+use kv_core::engine::{ChunkExtras, RoomShared};
+use kv_core::event::SourceEvent;
 use kv_core::ids::OpId;
 use kv_core::poll::KvPoll;
 use kv_testkit::fake_transport::Policy;
@@ -35,6 +36,11 @@ pub fn polls(rooms: &[Room]) -> Vec<u8> {
 
 pub fn reason(room: &Room) -> String {
     room.failure().expect("a failed room").reason.to_string()
+}
+
+/// A chunk that waits for this event.
+pub fn after(event: &SourceEvent) -> ChunkExtras {
+    ChunkExtras { wait_event: Some(Arc::new(event.clone())), trace: None }
 }
 
 /// Room 7 opened for pages 4 and 5, pages 0 and 1 being sent as one chunk: a write in flight on prefill rank 0.

@@ -1,8 +1,6 @@
 //! Whole transfers, byte for byte.
 
-use std::sync::Arc;
-
-use kv_core::event::{SourceEvent, WaitEvent};
+use kv_core::event::SourceEvent;
 use kv_core::poll::KvPoll;
 use kv_testkit::Rng;
 use kv_testkit::fake_transport::{Policy, Verdict};
@@ -111,9 +109,8 @@ fn r_a3_a_chunks_bytes_are_read_after_its_event_and_only_its_own() {
     let mut w = world();
     let (s, r) = w.open(7, &[4, 5]);
     let (first, second) = (SourceEvent::new(), SourceEvent::new());
-    let event = |e: &SourceEvent| Some(Arc::new(e.clone()) as Arc<dyn WaitEvent>);
-    w.send_chunk(0, &s[0], &[0], 0, false, event(&first));
-    w.send_chunk(0, &s[0], &[1], 1, true, event(&second));
+    w.send_chunk(0, &s[0], &[0], 0, false, after(&first));
+    w.send_chunk(0, &s[0], &[1], 1, true, after(&second));
     second.signal(Ok(()));
     w.run();
     assert!(w.p[0].transport.ops().is_empty(), "the second's event says nothing about the first");
@@ -132,7 +129,7 @@ fn r_a3_a_failed_event_fails_the_room_on_both_sides() {
     let mut w = world();
     let (s, r) = w.open(7, &[4]);
     let event = SourceEvent::new();
-    w.send_chunk(0, &s[0], &[0], 0, true, Some(Arc::new(event.clone())));
+    w.send_chunk(0, &s[0], &[0], 0, true, after(&event));
     w.run();
     event.signal(Err("device lost".into()));
     w.run();
@@ -148,7 +145,7 @@ fn r_a3_an_event_that_fires_after_the_room_ended_does_nothing() {
     let mut w = world();
     let (s, r) = w.open(7, &[4]);
     let event = SourceEvent::new();
-    w.send_chunk(0, &s[0], &[0], 0, true, Some(Arc::new(event.clone())));
+    w.send_chunk(0, &s[0], &[0], 0, true, after(&event));
     w.abort_p(0, &s[0]);
     w.run();
     end(&mut w, &s, &r);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::engine::RoomShared;
+use kv_core::engine::{ChunkExtras, RoomShared};
 use kv_core::event::{SourceEvent, WaitEvent};
 use kv_core::net::Endpoint;
 use kv_core::poll::KvPoll;
@@ -283,11 +283,11 @@ impl Sim {
         let pages = &life.pages[life.sent..life.sent + count];
         let event = (kind & 14 == 14).then(SourceEvent::new);
         self.events.extend(event.clone());
-        let event = event.map(|e| Arc::new(e) as Arc<dyn WaitEvent>);
+        let extras = ChunkExtras { wait_event: event.map(|e| Arc::new(e) as Arc<dyn WaitEvent>), trace: None };
         let start = life.sent as u32;
         life.sent += count;
         let is_last = life.sent == REQUEST;
-        self.w.send_chunk(life.node, &life.shared, pages, start, is_last, event);
+        self.w.send_chunk(life.node, &life.shared, pages, start, is_last, extras);
     }
 
     fn op(&self, i: &mut Input<'_>, of: impl Fn(&OpInfo) -> bool) -> Option<(usize, OpInfo)> {

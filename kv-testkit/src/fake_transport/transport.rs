@@ -56,6 +56,11 @@ impl FakeTransportBuilder {
         self
     }
 
+    /// The capabilities it will declare.
+    pub fn capabilities_mut(&mut self) -> &mut Capabilities {
+        &mut self.capabilities
+    }
+
     /// What becomes of ops.
     pub fn policy(mut self, policy: Policy) -> Self {
         self.policy = policy;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use kv_core::engine::{DecodeCommand, PrefillCommand, RoomShared};
+use kv_core::engine::{ChunkExtras, DecodeCommand, PrefillCommand, RoomShared};
 use kv_core::event::SourceEvent;
 use kv_core::ids::Room;
 use kv_core::poll::KvPoll;
@@ -337,7 +337,8 @@ impl Sim {
         }
         self.trace.line(format_args!("{} sends {from}..{to} of life {id}, last {is_last}", self.p[p].name));
         let wait: Option<Arc<dyn kv_core::event::WaitEvent>> = event.clone().map(|e| Arc::new(e) as _);
-        self.p[p].node.push(PrefillCommand::Send(shared, spec, wait));
+        let extras = ChunkExtras { wait_event: wait, trace: None };
+        self.p[p].node.push(PrefillCommand::Send(shared, spec, extras));
         if event.is_some() {
             let ok = !self.rng.chance(0.03) || self.healing;
             let at = self.rng.below(3 * MS);

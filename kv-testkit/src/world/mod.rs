@@ -26,8 +26,7 @@ mod spec;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::engine::{DecodeCommand, DecodeHeld, EventQueue, PrefillCommand, PrefillHeld, RoomShared};
-use kv_core::event::WaitEvent;
+use kv_core::engine::{ChunkExtras, DecodeCommand, DecodeHeld, EventQueue, PrefillCommand, PrefillHeld, RoomShared};
 use kv_core::ids::Room;
 use kv_core::room::{ChunkSpec, PublishSpec};
 use kv_core::time::Timestamp;
@@ -129,10 +128,10 @@ impl World {
 
     /// Send pages at positions `start..` of the request's list; the last chunk takes aux slot 0 along.
     pub fn send(&mut self, p: usize, room: &Arc<RoomShared>, pages: &[i32], start: u32, is_last: bool) {
-        self.send_chunk(p, room, pages, start, is_last, None);
+        self.send_chunk(p, room, pages, start, is_last, ChunkExtras::default());
     }
 
-    /// [`send`](Self::send) with a wait event.
+    /// [`send`](Self::send) with a wait event or a trace context.
     pub fn send_chunk(
         &mut self,
         p: usize,
@@ -140,16 +139,16 @@ impl World {
         pages: &[i32],
         start: u32,
         is_last: bool,
-        event: Option<Arc<dyn WaitEvent>>,
+        extras: ChunkExtras,
     ) {
         let chunk = ChunkSpec {
             pages: pages.into(),
             index_slice: start..start + pages.len() as u32,
             is_last,
-            has_wait_event: event.is_some(),
+            has_wait_event: extras.wait_event.is_some(),
             aux_index: Some(0),
         };
-        self.p[p].push(PrefillCommand::Send(room.clone(), chunk, event));
+        self.p[p].push(PrefillCommand::Send(room.clone(), chunk, extras));
     }
 
     /// `abort()` on prefill rank `p`.

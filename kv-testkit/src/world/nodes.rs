@@ -130,7 +130,9 @@ impl PrefillNode {
         name: &str,
     ) -> Self {
         let endpoint = spec.shape.endpoint(rank);
-        let transport = fabric.transport(name);
+        let mut transport = fabric.builder(name);
+        transport.capabilities_mut().max_op_bytes = spec.max_op_bytes;
+        let transport = transport.build();
         let entry_len = spec.pages * spec.page_len;
         let entries = spec.prefill_entries();
         let kv = TestMemory::patterned(entries as usize * entry_len, 1000 + u64::from(rank.0));
@@ -161,6 +163,7 @@ impl PrefillNode {
                 last_stage: place.2 + 1 == spec.shape.prefill_pp,
                 kv_entries: entries as usize,
             },
+            max_op_bytes: spec.max_op_bytes,
             extension: spec.prefill_ext.then(|| process(name)),
             commands: Arc::new(move |c| lock(&queue).push(c)),
         };

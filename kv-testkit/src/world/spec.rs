@@ -33,6 +33,8 @@ pub struct WorldSpec {
     pub pages: usize,
     /// Bytes of one page.
     pub page_len: usize,
+    /// The largest op of prefill's transports.
+    pub max_op_bytes: Option<u64>,
     /// Bounds of every shard.
     pub limits: Limits,
     /// Backends' part.
@@ -68,6 +70,7 @@ impl Default for WorldSpec {
             aux_rows: 8,
             pages: 16,
             page_len: 64,
+            max_op_bytes: None,
             limits: Limits::default(),
             hooks: Arc::new(TcpHooks::new()),
             failed_status: FailedStatusPolicy::AtOnce,

@@ -11,8 +11,10 @@ use smallvec::SmallVec;
 mod aux;
 mod inbound;
 mod lives;
+mod pieces;
 mod posting;
 mod rooms;
+mod traces;
 
 use super::outgoing::Outgoing;
 use super::peers::{Link, Peer, Peers, Post};
@@ -40,6 +42,8 @@ use crate::wire::{Abort, AbortAck, ExtPeer, Extension, KvStatus, MessageKind, Me
 pub use aux::AuxRule;
 use inbound::About;
 use lives::{AckTarget, DecodeLife, Spent};
+use pieces::Pieces;
+use traces::Traces;
 
 new_key_type! { pub(crate) struct RoomKey; }
 
@@ -48,7 +52,7 @@ pub enum PrefillCommand {
     /// A sender was made.
     Create(Arc<RoomShared>),
     /// `send()`.
-    Send(Arc<RoomShared>, ChunkSpec, Option<Arc<dyn WaitEvent>>),
+    Send(Arc<RoomShared>, ChunkSpec, ChunkExtras),
     /// A wait event fired or failed.
     SourceReady(Arc<RoomShared>, u32, Result<(), String>),
     /// `abort()`.
@@ -59,6 +63,15 @@ pub enum PrefillCommand {
     Clear(Arc<RoomShared>),
     /// A connection attempt ended.
     Connected(Connected),
+}
+
+/// What goes with a chunk and is no part of the room's state.
+#[derive(Clone, Default)]
+pub struct ChunkExtras {
+    /// Source pages must not be read before this fired.
+    pub wait_event: Option<Arc<dyn WaitEvent>>,
+    /// Entered around what is said of the chunk; let go of when the chunk is sent or its room ends.
+    pub trace: Option<tracing::Span>,
 }
 
 /// What a prefill shard is made with.
@@ -78,6 +91,8 @@ pub struct PrefillShardConfig {
     pub freed: RoomFreed,
     /// Which decodes' metadata slots this rank writes.
     pub aux_rule: AuxRule,
+    /// The transport's ([`Capabilities`](crate::transport::Capabilities)): a larger write is cut into several ops.
+    pub max_op_bytes: Option<u64>,
     /// What we say of ourselves to peers of ours (H4); `None`: to everybody exactly what 0.5.23 says.
     pub extension: Option<ExtPeer>,
     /// Hands commands back to the shard from other threads (wait events).
@@ -114,6 +129,9 @@ struct Entry {
     held: bool,
     /// The lives on decode that this life is for.
     bound: SmallVec<[DecodeLife; 1]>,
+    traces: Traces,
+    /// Writes that are cut into several ops.
+    pieces: Vec<Pieces>,
 }
 
 /// A write, and whose it is.
@@ -365,7 +383,7 @@ impl PrefillShard {
         let (shared, event) = match command {
             PrefillCommand::Create(shared) => return self.create(now, shared, control),
             PrefillCommand::Connected(c) => return self.connected(now, c, control),
-            PrefillCommand::Send(shared, spec, event) => return self.send(now, &shared, spec, event, control),
+            PrefillCommand::Send(shared, spec, extras) => return self.send(now, &shared, spec, extras, control),
             PrefillCommand::SourceReady(shared, chunk, r) => (shared, SenderEvent::SourceReady(chunk, r)),
             PrefillCommand::Abort(shared) => {
                 if !shared.poll().is_terminal() {
@@ -395,7 +413,16 @@ impl PrefillShard {
             return shared.publish(KvPoll::Failed, true, Some(&failure), None);
         }
         let machine = SenderRoom::new(room, now, self.config.policy.clone());
-        let entry = Entry { room: machine, shared, armed: None, reported: false, held: false, bound: SmallVec::new() };
+        let entry = Entry {
+            room: machine,
+            shared,
+            armed: None,
+            reported: false,
+            held: false,
+            bound: SmallVec::new(),
+            traces: Traces::default(),
+            pieces: Vec::new(),
+        };
         let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);
         self.tombstones.remove(&room);
@@ -422,14 +449,18 @@ impl PrefillShard {
         now: Timestamp,
         shared: &Arc<RoomShared>,
         mut spec: ChunkSpec,
-        event: Option<Arc<dyn WaitEvent>>,
+        extras: ChunkExtras,
         control: &mut dyn ControlPlane,
     ) {
+        let ChunkExtras { wait_event: event, trace } = extras;
         spec.has_wait_event = event.is_some();
         let Some(key) = self.find(shared) else { return };
-        let Some(entry) = self.rooms.get(key) else { return };
+        let Some(entry) = self.rooms.get_mut(key) else { return };
         let chunk = entry.room.next_chunk();
         let terminal = entry.room.poll().is_terminal();
+        if let (Some(span), false) = (trace, terminal) {
+            entry.traces.insert(chunk, span);
+        }
         self.drive(now, key, SenderEvent::Enqueue(spec), control);
         if let (Some(event), false) = (event, terminal) {
             let (shared, commands) = (shared.clone(), self.config.commands.clone());

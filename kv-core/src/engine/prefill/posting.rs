@@ -1,4 +1,4 @@
-//! Posting writes: peer by peer, planned when the lane takes them.
+//! Posting writes: peer by peer, op by op, planned when the lane takes them.
 
 use super::*;
 
@@ -58,7 +58,10 @@ impl PrefillShard {
             peer.last_used = now;
             self.posted_at = now;
             match self.try_post(now, post, &name, id, &pairing) {
-                Ok(event) => {
+                Ok((event, more)) => {
+                    if let (true, Some(peer)) = (more, self.peers.get_mut(&name)) {
+                        peer.posts.push_front(post);
+                    }
                     // Round robin over peers.
                     self.ready_peers.push_back(name);
                     if let Some(event) = event {
@@ -80,7 +83,7 @@ impl PrefillShard {
         self.ready_peers.extend(busy);
     }
 
-    /// Plan and submit. `Err`: the lane is busy.
+    /// Plan and submit one op; what the room hears of it, and whether the write has more. `Err`: the lane is busy.
     #[allow(clippy::result_large_err)] // the lane hands the op back whole
     pub(super) fn try_post(
         &mut self,
@@ -89,20 +92,13 @@ impl PrefillShard {
         name: &Arc<str>,
         peer: crate::ids::PeerId,
         pairing: &Arc<Pairing>,
-    ) -> Result<Option<SenderEvent>, PostError> {
+    ) -> Result<(Option<SenderEvent>, bool), PostError> {
         let Post { key, chunk, dest } = post;
-        let Some(e) = self.rooms.get(key) else { return Ok(None) };
-        if !e.room.wants_post(chunk, dest) {
-            return Ok(None);
-        }
-        let (Some(c), Some(d)) = (e.room.chunk(chunk), e.room.destinations().get(dest)) else { return Ok(None) };
-        let plan = match make_plan(&mut self.planner, pairing, c.spec(), d) {
-            Ok(plan) => plan,
-            Err(reason) => return Ok(Some(SenderEvent::Rejected(chunk, dest, reason))),
+        let plan = match self.next_piece(&post, pairing) {
+            Ok(Some(plan)) => plan,
+            Ok(None) => return Ok((None, false)),
+            Err(event) => return Ok((Some(event), false)),
         };
-        if plan.is_empty() {
-            return Ok(Some(SenderEvent::NothingToPost(chunk, dest)));
-        }
         self.next_op += 1;
         let id = OpId(self.next_op);
         let bytes = plan.total_bytes();
@@ -111,36 +107,51 @@ impl PrefillShard {
         #[allow(clippy::result_large_err)] // the op comes back whole, so that nothing is lost
         let posted = catch_unwind(AssertUnwindSafe(|| self.lane.submit(op)));
         match posted {
-            Ok(Err(SubmitError::Busy(_))) => return Err(PostError::Busy),
-            Ok(Err(SubmitError::Rejected(_, error))) => {
+            Ok(Err(SubmitError::Busy(op))) => {
+                self.put_back(&post, op.plan);
+                return Err(PostError::Busy);
+            }
+            Ok(Err(SubmitError::Rejected(op, error))) => {
+                self.put_back(&post, op.plan);
                 let event = SenderEvent::Rejected(chunk, dest, error.to_string());
                 return match error.kind {
                     TransportErrorKind::PeerLost => Err(PostError::PeerLost(event, error.message)),
-                    _ => Ok(Some(event)),
+                    _ => Ok((Some(event), false)),
                 };
             }
             Ok(Ok(())) => {}
             Err(_) => {
                 let error = TransportError::new(TransportErrorKind::Backend, "the transport panicked in submit");
-                self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
+                if self.accepted(&post).0 {
+                    self.work.push_back((key, SenderEvent::Posted(chunk, dest, id)));
+                }
                 self.retain(now, id, OpRef { key, chunk, dest, bytes, name: name.clone() }, (false, false));
                 self.stats.transport_panics.inc();
                 self.stats.ops_unresolved.inc();
-                return Ok(Some(SenderEvent::Outcome(chunk, dest, Outcome::Unresolved { error })));
+                return Ok((self.outcome_of(&post, Outcome::Unresolved { error }), false));
             }
         }
         self.stats.ops_posted.inc();
+        self.in_trace(key, chunk, |module, room| {
+            tracing::debug!(module, room, chunk, op = id.0, bytes, to = &**name, "kv write posted");
+        });
         self.in_flight.insert(id, OpRef { key, chunk, dest, bytes, name: name.clone() });
         self.stats.ops_in_flight.set(self.in_flight.len() as u64);
         if let Some(p) = self.peers.get_mut(name) {
             p.in_flight += 1;
         }
-        Ok(Some(SenderEvent::Posted(chunk, dest, id)))
+        let (first, more) = self.accepted(&post);
+        Ok((first.then_some(SenderEvent::Posted(chunk, dest, id)), more))
     }
 }
 
 /// KV pages of the chunk, and with the last chunk the aux row.
-fn make_plan(planner: &mut Planner, pairing: &Pairing, spec: &ChunkSpec, d: &Destination) -> Result<WritePlan, String> {
+pub(super) fn make_plan(
+    planner: &mut Planner,
+    pairing: &Pairing,
+    spec: &ChunkSpec,
+    d: &Destination,
+) -> Result<WritePlan, String> {
     let slice = (u64::from(spec.index_slice.start), u64::from(spec.index_slice.end));
     let pages = dst_slice(&d.pages, slice, &spec.pages).map_err(|e| e.to_string())?;
     if pages.truncated > 0 {

@@ -33,7 +33,14 @@ impl PrefillShard {
         if let Some(peer) = self.peers.get_mut(&r.name) {
             peer.in_flight = peer.in_flight.saturating_sub(1);
         }
-        let (key, chunk, dest) = (r.key, r.chunk, r.dest);
+        let (key, chunk, dest, bytes) = (r.key, r.chunk, r.dest, r.bytes);
+        self.in_trace(key, chunk, |module, room| match &outcome {
+            Outcome::Done => tracing::debug!(module, room, chunk, op = op.0, bytes, "kv write done"),
+            Outcome::Failed { error, .. } => tracing::debug!(module, room, chunk, op = op.0, %error, "kv write failed"),
+            Outcome::Unresolved { error } => {
+                tracing::debug!(module, room, chunk, op = op.0, %error, "kv write unresolved");
+            }
+        });
         match &outcome {
             Outcome::Done => {
                 self.stats.ops_done.inc();
@@ -46,7 +53,9 @@ impl PrefillShard {
         if quiet != (true, true) && !mutant!(ForgetOpAtError) {
             self.retain(now, op, r, quiet);
         }
-        self.drive(now, key, SenderEvent::Outcome(chunk, dest, outcome), control);
+        if let Some(event) = self.outcome_of(&Post { key, chunk, dest }, outcome) {
+            self.drive(now, key, event, control);
+        }
     }
 
     /// A write ended without proof: it stays, and is seen to (F5).
@@ -64,6 +73,7 @@ impl PrefillShard {
     fn settlement(&mut self, now: Timestamp, id: OpId, settlement: Settlement, control: &mut dyn ControlPlane) {
         let Some(retained) = self.retained.get_mut(&id) else { return };
         let (s, d) = settlement.quiet();
+        let turned = (s && !retained.quiet.0, d && !retained.quiet.1);
         retained.quiet.0 |= s;
         retained.quiet.1 |= d;
         let (key, chunk, dest, bytes) = (retained.op.key, retained.op.chunk, retained.op.dest, retained.op.bytes);
@@ -74,7 +84,9 @@ impl PrefillShard {
             stats.bytes_retained.set(stats.bytes_retained.get().saturating_sub(bytes));
             self.retained.remove(&id);
         }
-        self.drive(now, key, SenderEvent::Settlement(chunk, dest, settlement), control);
+        if let Some(event) = self.settlement_of(&Post { key, chunk, dest }, turned) {
+            self.drive(now, key, event, control);
+        }
     }
 
     /// Feed a room one event, and carry out everything that follows from it.
@@ -86,6 +98,8 @@ impl PrefillShard {
             entry.room.handle_event(now, event, &mut effects);
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
+            self.finish_traces(key);
+            self.give_up_pieces(key);
             self.after(key);
         }
     }
@@ -197,6 +211,7 @@ impl PrefillShard {
             }
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
+            self.finish_traces(key);
             self.after(key);
         }
         self.outgoing.handle_timeout(now, control, &self.stats);
