@@ -46,7 +46,7 @@ pub struct TcpConfig {
     pub socket_buffer: Option<usize>,
     /// Ops up to this many bytes are written by the submitting thread itself on the TCP path, bytes.
     pub inline_max: usize,
-    /// Ops from this many bytes on are copied by a second worker too, when one is idle.
+    /// Ops from this many bytes on are copied by a second worker too.
     pub split_min: u64,
     /// Ops in flight on one lane; more are `Busy`.
     pub max_ops_in_flight: usize,

@@ -91,8 +91,8 @@ pub(crate) fn step(
     Ok(copied)
 }
 
-/// One op that is copied in slices, by one worker or several. Each copier claims pieces; when the last one lets go,
-/// this is dropped, and that is when the op is answered.
+/// One op that is copied in slices, by one worker or several. Each copier claims pieces. It is answered when every byte
+/// is copied, since nobody is copying then; one that failed, when the last copier has let go and this is dropped.
 pub(crate) struct PullJob {
     pub op: u64,
     pub pid: u32,
@@ -103,6 +103,7 @@ pub(crate) struct PullJob {
     claimed: AtomicU64,
     claim: u64,
     copied: AtomicU64,
+    answered: AtomicBool,
     stop: AtomicBool,
     failure: Mutex<Option<(Status, String)>>,
 }
@@ -128,6 +129,7 @@ impl PullJob {
             claimed: AtomicU64::new(0),
             claim,
             copied: AtomicU64::new(0),
+            answered: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             failure: Mutex::default(),
         })
@@ -139,22 +141,32 @@ impl PullJob {
     }
 }
 
-impl Drop for PullJob {
-    fn drop(&mut self) {
-        if self.hold.0.revoked() {
-            // The source counts on the fence now.
+impl PullJob {
+    fn answer(&self, status: Status, text: &str) {
+        if self.hold.0.revoked() || self.answered.swap(true, Ordering::AcqRel) {
+            // The source counts on the fence now; or it knows.
             return;
         }
-        let failure = self.failure.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let mut bytes = Vec::with_capacity(32);
-        match failure {
-            Some((status, text)) => frame::put_ack(&mut bytes, self.op, status, &text),
-            None if *self.copied.get_mut() == self.plan.total() => {
-                frame::put_ack(&mut bytes, self.op, Status::Done, "");
-            }
-            None => frame::put_ack(&mut bytes, self.op, Status::Failed, "the target did not finish it"),
-        }
+        frame::put_ack(&mut bytes, self.op, status, text);
         self.out.send(&bytes);
+    }
+
+    /// So many bytes more are in place.
+    fn landed(&self, bytes: u64) {
+        // Each byte is claimed once: when all are copied, no copier is inside a call for this op.
+        if self.copied.fetch_add(bytes, Ordering::AcqRel) + bytes == self.plan.total() {
+            self.answer(Status::Done, "");
+        }
+    }
+}
+
+impl Drop for PullJob {
+    fn drop(&mut self) {
+        match self.failure.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
+            Some((status, text)) => self.answer(status, &text),
+            None => self.answer(Status::Failed, "the target did not finish it"),
+        }
     }
 }
 
@@ -189,8 +201,8 @@ impl JobPart {
         match step(job.pid, &job.plan, &job.held, &mut self.cursor, self.end - self.at, (local, remote)) {
             Ok(n) => {
                 self.at += n;
-                job.copied.fetch_add(n, Ordering::AcqRel);
                 stats::add(&inner.counters.bytes_copied_in, n);
+                job.landed(n);
                 true
             }
             Err(e) => {

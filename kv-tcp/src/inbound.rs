@@ -355,7 +355,7 @@ impl Inbound {
         // A session that ended meanwhile gets no answer: the fence is its answer.
         let Role::Member { hold, .. } = &self.role else { return Err(End::Done) };
         let Some(hold) = hold.0.hold() else { return Err(End::Done) };
-        let helpers = if total >= cx.inner.config.split_min { self.helpers(cx) } else { Vec::new() };
+        let helper = if total >= cx.inner.config.split_min { self.helper(cx, head.op) } else { None };
         let job = PullJob::new(
             head.op,
             pid,
@@ -363,22 +363,24 @@ impl Inbound {
             std::mem::take(&mut cx.scratch.held),
             Arc::clone(&self.out),
             hold,
-            !helpers.is_empty(),
+            helper.is_some(),
         );
-        for helper in helpers {
+        if let Some(helper) = helper {
             helper.post(Msg::Job(JobPart::new(Arc::clone(&job))));
         }
         cx.jobs.push_back(JobPart::new(job));
         Ok(())
     }
 
-    /// At most one other worker, and only one that has nothing to do.
-    fn helpers(&self, cx: &Context<'_>) -> Vec<Arc<WorkerShared>> {
+    /// At most one other worker: one that has nothing to do, or else any, which will have before we are through with all
+    /// that came together.
+    fn helper(&self, cx: &Context<'_>, op: u64) -> Option<Arc<WorkerShared>> {
         if cx.inner.cores < 2 {
-            return Vec::new();
+            return None;
         }
-        let mut idle = cx.inner.workers.iter().filter(|w| !Arc::ptr_eq(w, cx.me) && w.idle());
-        idle.next().into_iter().cloned().collect()
+        let others = || cx.inner.workers.iter().filter(|w| !Arc::ptr_eq(w, cx.me));
+        let any = || others().nth(op as usize % others().count().max(1));
+        others().find(|w| w.idle()).or_else(any).cloned()
     }
 
     fn forged(&mut self, cx: &mut Context<'_>, op: u64) -> End {
