@@ -59,11 +59,22 @@ pub fn declared() -> Result<Step> {
 
 pub fn built() -> Result<Step> {
     let minimum = minimum(&sh::metadata(&["--no-deps"])?)?;
-    let Ok(toolchains) = sh::output(std::process::Command::new("rustup").args(["toolchain", "list"])) else {
+    let list = || sh::output(std::process::Command::new("rustup").args(["toolchain", "list"]));
+    let Ok(mut toolchains) = list() else {
         return Ok(Step::Skipped("rustup is not here".into()));
     };
+    if find(&toolchains, &minimum).is_none() {
+        let mut install = std::process::Command::new("rustup");
+        install.args(["toolchain", "install", &minimum, "--profile", "minimal", "--no-self-update"]);
+        // Without a way to the toolchains the step is skipped below, which says so.
+        if sh::run(&mut install).is_ok() {
+            toolchains = list()?;
+        }
+    }
     let Some(name) = find(&toolchains, &minimum) else {
-        return Ok(Step::Skipped(format!("Rust {minimum} is not installed; `rustup toolchain install {minimum}`")));
+        return Ok(Step::Skipped(format!(
+            "Rust {minimum} is not here and cannot be installed; `rustup toolchain install {minimum}`"
+        )));
     };
     let mut command = std::process::Command::new("rustup");
     command.args(["run", name, "cargo", "check", "--locked", "--quiet", "--workspace", "--all-features"]);
