@@ -11,7 +11,7 @@ use kv_transfer::layout::{AttentionKind, EntryDesc, LayoutSpec, LocalLayout};
 use kv_transfer::manager::{
     DecodeConfig, DecodeManager, MetadataOptions, PrefillConfig, PrefillManager, RoomError, SendOptions, poll_many,
 };
-use kv_transfer::tcp::{HostArena, TcpConfig, TcpTransport};
+use kv_transfer::tcp::{HostArena, SameHost, TcpConfig, TcpTransport};
 use kv_transfer::transport::Transport;
 use kv_transfer::{KvPoll, Limits, Room};
 
@@ -23,9 +23,9 @@ const ROW: u64 = 64;
 /// Long enough for a machine that does much else; nothing waits for it when all is well.
 const HANG: Duration = Duration::from_secs(60);
 
-fn pool() -> (Arc<HostArena>, Arc<TcpTransport>, LocalLayout) {
+fn pool(config: TcpConfig) -> (Arc<HostArena>, Arc<TcpTransport>, LocalLayout) {
     let arena = Arc::new(HostArena::new((LAYERS * PAGES * PAGE + PAGES * ROW) as usize).unwrap());
-    let transport = Arc::new(TcpTransport::new(TcpConfig::loopback()).unwrap());
+    let transport = Arc::new(TcpTransport::new(config).unwrap());
     let region = transport.register(arena.clone()).unwrap();
     let entry = |offset, items, item_len| EntryDesc {
         region: region.id(),
@@ -56,13 +56,18 @@ struct Pair {
 }
 
 fn pair() -> Pair {
-    let (source, transport, layout) = pool();
+    pair_with(TcpConfig::loopback())
+}
+
+/// `config`: of prefill's transport.
+fn pair_with(config: TcpConfig) -> Pair {
+    let (source, transport, layout) = pool(config);
     let config = PrefillConfig { host: Some(HOST.into()), ..PrefillConfig::default() };
     let p = PrefillManager::start(config, transport, Arc::new(TcpHooks::new()), layout).unwrap();
     let server = BootstrapServer::bind(HOST, 0, Limits::default()).unwrap();
     let port = server.local_addr().port();
     p.register(&RegistrationConfig::new(HOST, port)).unwrap();
-    let (target, transport, layout) = pool();
+    let (target, transport, layout) = pool(TcpConfig::loopback());
     let config = DecodeConfig { host: Some(HOST.into()), ..DecodeConfig::default() };
     let d = DecodeManager::start(config, transport, Arc::new(TcpHooks::new()), layout).unwrap();
     Pair { p, source, d, target, addr: format!("{HOST}:{port}"), _server: server }
@@ -89,13 +94,32 @@ fn transfer(pair: &Pair, n: u64, sent: &[i32], asked: &[i32], aux: Option<u32>) 
 #[test]
 fn every_byte_arrives_and_polls_agree() {
     let pair = pair();
+    bytes_arrive(&pair);
+    let senders: Vec<_> = (2..5).map(|n| pair.p.sender(room(n), "").unwrap()).collect();
+    let mut polls = [KvPoll::Failed; 3];
+    poll_many(&senders.iter().collect::<Vec<_>>(), &mut polls);
+    assert_eq!(polls, [KvPoll::Bootstrapping; 3]);
+}
+
+/// On both paths, a write that is larger than the transport's largest op goes in several.
+#[test]
+fn r_f1_a_write_over_max_op_bytes_arrives_in_pieces() {
+    for same_host in [SameHost::Auto, SameHost::Off] {
+        let pair = pair_with(TcpConfig { max_op_bytes: 2 * PAGE + 100, same_host, ..TcpConfig::loopback() });
+        bytes_arrive(&pair);
+        let posted = pair.p.stats().ops_posted.get();
+        assert!(posted >= 4, "{posted} ops for {} bytes", 4 * LAYERS * PAGE);
+    }
+}
+
+fn bytes_arrive(pair: &Pair) {
     for page in 0..4u64 {
         for layer in 0..LAYERS {
             let bytes = [(1 + page * LAYERS + layer) as u8; PAGE as usize];
             pair.source.write_at(((layer * PAGES + page) * PAGE) as usize, &bytes);
         }
     }
-    let done = transfer(&pair, 1, &[0, 1, 2, 3], &[40, 7, 8, 30], Some(0));
+    let done = transfer(pair, 1, &[0, 1, 2, 3], &[40, 7, 8, 30], Some(0));
     assert_eq!((done.0, done.1), (KvPoll::Success, KvPoll::Success));
     for (page, at) in [40u64, 7, 8, 30].into_iter().enumerate() {
         for layer in 0..LAYERS {
@@ -103,10 +127,6 @@ fn every_byte_arrives_and_polls_agree() {
             assert!(got.iter().all(|b| *b == (1 + page as u64 * LAYERS + layer) as u8));
         }
     }
-    let senders: Vec<_> = (2..5).map(|n| pair.p.sender(room(n), "").unwrap()).collect();
-    let mut polls = [KvPoll::Failed; 3];
-    poll_many(&senders.iter().collect::<Vec<_>>(), &mut polls);
-    assert_eq!(polls, [KvPoll::Bootstrapping; 3]);
 }
 
 #[test]
@@ -280,7 +300,7 @@ fn cat_f67_sixty_four_managers_on_one_host_have_their_own_ports_and_names() {
     let mut names = std::collections::BTreeSet::new();
     let (mut prefills, mut decodes) = (Vec::new(), Vec::new());
     for n in 0..64 {
-        let (_, transport, layout) = pool();
+        let (_, transport, layout) = pool(TcpConfig::loopback());
         names.insert(transport.local_name().to_owned());
         let hooks = Arc::new(TcpHooks::new());
         let endpoint = if n % 2 == 0 {
