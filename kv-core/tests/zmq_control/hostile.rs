@@ -206,3 +206,34 @@ fn cat_f63_a_message_cut_off_by_a_lost_connection_starts_again() {
         }
     }
 }
+
+/// The peer's PING that nobody has read must not make the system throw away what is still to be sent.
+#[test]
+fn cat_f63_a_close_with_something_unread_loses_nothing() {
+    let (listener, at, mut outbox) = called(PushRole::ToDecode);
+    let (mut peer, _) = listener.accept().unwrap();
+    peer.write_all(&[greeting(), ready(b"PULL")].concat()).unwrap();
+    peer.set_nonblocking(true).unwrap();
+    // Greeting, READY and the first message: it is up.
+    let mut start = [0; 64 + 27];
+    until("the connection", || {
+        outbox.poll_events(9, &mut Vec::new());
+        peer.peek(&mut start).is_ok_and(|n| n == start.len())
+    });
+    outbox.send(&at, Multipart::from_iter([Bytes::from(vec![7; 1 << 20])])).unwrap();
+    outbox.flush();
+    // On loopback it has arrived when this returns.
+    peer.write_all(b"\x04\x07\x04PING\0\0").unwrap();
+    outbox.close(&at);
+    peer.set_nonblocking(false).unwrap();
+    let mut got = Vec::new();
+    let end = std::thread::spawn(move || peer.read_to_end(&mut got).map(|_| got));
+    let clock = MonotonicClock::new();
+    until("the end", || {
+        outbox.poll_events(9, &mut Vec::new());
+        outbox.sweep(clock.now());
+        end.is_finished()
+    });
+    let got = end.join().unwrap().unwrap();
+    assert!(got.len() > 1 << 20, "{} bytes", got.len());
+}
