@@ -207,6 +207,43 @@ fn cat_f63_a_message_cut_off_by_a_lost_connection_starts_again() {
     }
 }
 
+/// Each turn of the inbox takes in something of everybody, however much one sends.
+#[test]
+fn cat_f61_a_peer_that_floods_holds_nobody_else_up() {
+    let limits = Limits::default();
+    let (mut inbox, at) = sockets(&limits).bind("127.0.0.1", &limits).unwrap();
+    let hello = || {
+        let mut peer = TcpStream::connect(("127.0.0.1", at.port())).unwrap();
+        peer.write_all(&[greeting(), ready(b"PUSH")].concat()).unwrap();
+        peer
+    };
+    let mut flood = hello();
+    flood.set_nonblocking(true).unwrap();
+    let small = [0, 1, b'f'].repeat(64 << 10);
+    let mut at_byte = 0;
+    let mut pour = || {
+        while let Ok(n) = flood.write(&small[at_byte..]) {
+            at_byte = (at_byte + n) % small.len();
+        }
+    };
+    let mut all = Vec::new();
+    until("the flood", || {
+        pour();
+        inbox.recv(1, &mut all).unwrap() > 0
+    });
+    let mut other = hello();
+    other.write_all(&[0, 1, b'o']).unwrap();
+    for _ in 0..2000 {
+        pour();
+        all.clear();
+        inbox.recv(256, &mut all).unwrap();
+        if all.iter().any(|m| m[0] == b"o"[..]) {
+            return;
+        }
+    }
+    panic!("it was not heard in 2000 turns");
+}
+
 /// The peer's PING that nobody has read must not make the system throw away what is still to be sent.
 #[test]
 fn cat_f63_a_close_with_something_unread_loses_nothing() {
