@@ -206,3 +206,71 @@ fn cat_f63_a_message_cut_off_by_a_lost_connection_starts_again() {
         }
     }
 }
+
+/// Each turn of the inbox takes in something of everybody, however much one sends.
+#[test]
+fn cat_f61_a_peer_that_floods_holds_nobody_else_up() {
+    let limits = Limits::default();
+    let (mut inbox, at) = sockets(&limits).bind("127.0.0.1", &limits).unwrap();
+    let hello = || {
+        let mut peer = TcpStream::connect(("127.0.0.1", at.port())).unwrap();
+        peer.write_all(&[greeting(), ready(b"PUSH")].concat()).unwrap();
+        peer
+    };
+    let mut flood = hello();
+    flood.set_nonblocking(true).unwrap();
+    let small = [0, 1, b'f'].repeat(64 << 10);
+    let mut at_byte = 0;
+    let mut pour = || {
+        while let Ok(n) = flood.write(&small[at_byte..]) {
+            at_byte = (at_byte + n) % small.len();
+        }
+    };
+    let mut all = Vec::new();
+    until("the flood", || {
+        pour();
+        inbox.recv(1, &mut all).unwrap() > 0
+    });
+    let mut other = hello();
+    other.write_all(&[0, 1, b'o']).unwrap();
+    for _ in 0..2000 {
+        pour();
+        all.clear();
+        inbox.recv(256, &mut all).unwrap();
+        if all.iter().any(|m| m[0] == b"o"[..]) {
+            return;
+        }
+    }
+    panic!("it was not heard in 2000 turns");
+}
+
+/// The peer's PING that nobody has read must not make the system throw away what is still to be sent.
+#[test]
+fn cat_f63_a_close_with_something_unread_loses_nothing() {
+    let (listener, at, mut outbox) = called(PushRole::ToDecode);
+    let (mut peer, _) = listener.accept().unwrap();
+    peer.write_all(&[greeting(), ready(b"PULL")].concat()).unwrap();
+    peer.set_nonblocking(true).unwrap();
+    // Greeting, READY and the first message: it is up.
+    let mut start = [0; 64 + 27];
+    until("the connection", || {
+        outbox.poll_events(9, &mut Vec::new());
+        peer.peek(&mut start).is_ok_and(|n| n == start.len())
+    });
+    outbox.send(&at, Multipart::from_iter([Bytes::from(vec![7; 1 << 20])])).unwrap();
+    outbox.flush();
+    // On loopback it has arrived when this returns.
+    peer.write_all(b"\x04\x07\x04PING\0\0").unwrap();
+    outbox.close(&at);
+    peer.set_nonblocking(false).unwrap();
+    let mut got = Vec::new();
+    let end = std::thread::spawn(move || peer.read_to_end(&mut got).map(|_| got));
+    let clock = MonotonicClock::new();
+    until("the end", || {
+        outbox.poll_events(9, &mut Vec::new());
+        outbox.sweep(clock.now());
+        end.is_finished()
+    });
+    let got = end.join().unwrap().unwrap();
+    assert!(got.len() > 1 << 20, "{} bytes", got.len());
+}

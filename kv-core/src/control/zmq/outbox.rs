@@ -510,7 +510,8 @@ impl<K: Links> Outbox<K> {
     /// Close a socket; what is queued may still leave.
     fn let_go(&mut self, slot: usize) {
         if let Some(Entry { state: State::Open(mut link), .. }) = self.remove(slot) {
-            link.flush();
+            // Read as well: what is unread at the close would make the system throw away what it has still to send.
+            link.ready();
             if link.lingers() {
                 self.closing.push(Closing { link, until: None });
             }

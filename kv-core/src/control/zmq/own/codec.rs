@@ -125,6 +125,8 @@ impl Decoder {
     /// Cut `all`, which starts with the message that is not complete; the bytes that are done with.
     fn cut(&mut self, all: &[u8], bounds: Bounds, sink: &mut impl FnMut(Item)) -> Result<usize, Fault> {
         let mut done = 0;
+        // Of a message that is not complete: its frames, and the commands among them.
+        let most = bounds.message_bytes.saturating_add(bounds.frames.saturating_mul(9)).saturating_add(MAX_COMMAND);
         loop {
             let here = done + self.at;
             if self.skip > 0 {
@@ -148,6 +150,9 @@ impl Decoder {
                 self.at += head + body.len();
                 if self.frames.is_empty() {
                     done += std::mem::take(&mut self.at);
+                } else if self.at > most {
+                    // Kept until the message ends, so they count as it does.
+                    return Err(Fault::CommandTooLong);
                 }
                 continue;
             }

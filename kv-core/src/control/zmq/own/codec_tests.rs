@@ -54,6 +54,22 @@ fn a_command_between_two_frames_is_no_part_of_the_message() {
     }
 }
 
+#[test]
+fn cat_f61_commands_in_a_message_that_never_ends_take_bounded_memory() {
+    let mut decoder = Decoder::default();
+    decoder.feed(&[1, 1, b'a'], BOUNDS, drop).unwrap();
+    let command = [&[4, 200][..], &[0; 200]].concat();
+    let mut fed = Ok(());
+    for _ in 0..1000 {
+        fed = decoder.feed(&command, BOUNDS, drop);
+        assert!(decoder.kept() <= BOUNDS.message_bytes + 2 * MAX_COMMAND, "{} bytes are kept", decoder.kept());
+        if fed.is_err() {
+            break;
+        }
+    }
+    assert_eq!(fed, Err(Fault::CommandTooLong));
+}
+
 fn any_message() -> impl Strategy<Value = Vec<Vec<u8>>> {
     prop::collection::vec(prop_oneof![Just(0usize), 0..8usize, 250..260usize, 0..1000usize], 1..11)
         .prop_map(|sizes| sizes.iter().enumerate().map(|(i, n)| vec![i as u8; *n]).collect())

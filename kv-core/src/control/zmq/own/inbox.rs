@@ -52,6 +52,8 @@ pub(in crate::control::zmq) struct OwnInbox {
     bounds: Bounds,
     counters: InboxCounters,
     tokens: Vec<u64>,
+    /// Who had to wait when enough was read: the next look starts there.
+    left_out: Option<u64>,
     buf: Vec<u8>,
 }
 
@@ -94,6 +96,7 @@ impl OwnInbox {
             },
             counters: InboxCounters::default(),
             tokens: Vec::new(),
+            left_out: None,
             buf: vec![0; READ],
         };
         Ok((inbox, Endpoint::new(named.host(), port)))
@@ -102,6 +105,8 @@ impl OwnInbox {
     /// See [`ZmqInbox::recv`](crate::control::zmq::ZmqInbox::recv).
     pub fn recv(&mut self, max: usize, out: &mut Vec<Multipart>) -> Result<usize, ZmqError> {
         let before = out.len();
+        // Also while messages never run out, when nobody waits.
+        self.deadlines()?;
         while out.len() - before < max {
             if let Some(message) = self.messages.pop_front() {
                 out.push(message);
@@ -147,10 +152,14 @@ impl OwnInbox {
         let mut tokens = std::mem::take(&mut self.tokens);
         let looked = self.epoll.ready(Duration::ZERO, &mut tokens);
         let any = !tokens.is_empty();
+        // The order of the reports is always the same: without this, one that floods would be the only one to be heard.
+        let first = tokens.iter().position(|t| Some(*t) == self.left_out).unwrap_or(0);
+        tokens.rotate_left(first);
         for token in tokens.drain(..) {
             // Level-triggered: who is left out is reported again.
             if self.messages.len() >= AHEAD {
-                continue;
+                self.left_out = Some(token);
+                break;
             }
             if token == LISTENER {
                 self.accept();
@@ -205,6 +214,7 @@ impl OwnInbox {
 
     fn close(&mut self, token: u64, reason: &str) {
         if let Some(conn) = self.conns.remove(&token) {
+            self.epoll.remove(&conn.sock);
             let peer = conn.sock.peer_addr().map_or_else(|_| "a peer".to_owned(), |a| a.to_string());
             tracing::debug!("control connection of {peer} closed: {reason}");
         }
@@ -263,8 +273,10 @@ impl OwnInbox {
         }
         let now = Instant::now();
         if self.accept_again.is_some_and(|at| at <= now) {
-            self.accept_again = None;
+            // First, so that it is tried again when it fails.
+            self.accept_again = Some(now + ACCEPT_PAUSE);
             self.epoll.add_reader(&self.listener, LISTENER).map_err(|e| ZmqError::io("watch the listener", &e))?;
+            self.accept_again = None;
         }
         while let Some((deadline, token)) = self.greeting.front().copied() {
             let waiting = self.conns.get(&token).is_some_and(|c| !c.up);
@@ -287,5 +299,30 @@ fn answer(mut sock: &TcpStream, frame: &[u8]) -> Result<(), String> {
         Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(()),
         Ok(_) => Err("it does not read what it is sent".to_owned()),
         Err(e) => Err(e.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A forked child has the descriptors of its parent: closing ours does not take it out of the set by itself.
+    #[test]
+    fn cat_f61_a_closed_connection_whose_descriptor_lives_on_elsewhere_is_not_reported_for_ever() {
+        let (mut inbox, at) = OwnInbox::bind("127.0.0.1", &Limits::default()).unwrap();
+        let peer = TcpStream::connect(("127.0.0.1", at.port())).unwrap();
+        let end = Instant::now() + Duration::from_secs(60);
+        while inbox.conns.is_empty() {
+            assert!(Instant::now() < end);
+            inbox.wait(&[], Some(Duration::from_millis(1))).unwrap();
+        }
+        let childs: Vec<_> = inbox.conns.values().map(|c| c.sock.try_clone().unwrap()).collect();
+        drop(peer);
+        while !inbox.conns.is_empty() {
+            assert!(Instant::now() < end);
+            inbox.wait(&[], Some(Duration::from_millis(1))).unwrap();
+        }
+        assert!(!inbox.look().unwrap(), "it is still reported");
+        drop(childs);
     }
 }

@@ -149,7 +149,9 @@ impl OwnLink {
 
     /// The connection is over.
     fn fail(&mut self, reason: String) {
-        self.sock = None;
+        if let Some(sock) = self.sock.take() {
+            self.epoll.remove(&sock);
+        }
         self.stage = Stage::Down;
         self.next = None;
         // Messages that the kernel took whole may be lost with it; one of which it took a part starts again.

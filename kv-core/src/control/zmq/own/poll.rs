@@ -12,7 +12,8 @@ use smallvec::SmallVec;
 /// Most events taken at once; the rest is there at the next look.
 const EVENTS: usize = 256;
 
-/// An epoll set. Closing a descriptor takes it out.
+/// An epoll set. Closing a descriptor takes it out, unless a forked child has it too: then it is reported for ever, so
+/// remove it first.
 pub(super) struct Epoll(OwnedFd);
 
 impl Epoll {
