@@ -139,9 +139,7 @@ impl PullJob {
         self.stop.store(true, Ordering::Relaxed);
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
     }
-}
 
-impl PullJob {
     fn answer(&self, status: Status, text: &str) {
         if self.hold.0.revoked() || self.answered.swap(true, Ordering::AcqRel) {
             // The source counts on the fence now; or it knows.

@@ -276,7 +276,8 @@ impl ZmqOutbox {
         each!(mut self, OutboxKind, o => o.poll_events(max, out));
     }
 
-    /// Close an endpoint's socket; what is queued may still leave for half a second. Nothing is reported.
+    /// Close an endpoint's socket; what is queued may still leave for half a second, if it is connected or connecting.
+    /// Nothing is reported.
     pub fn close(&mut self, endpoint: &Endpoint) {
         each!(mut self, OutboxKind, o => o.close(endpoint));
     }

@@ -13,9 +13,9 @@ use crate::limits::Limits;
 use crate::net::Endpoint;
 use crate::time::Timestamp;
 
-/// How long a closed socket may still hand queued messages to the network, ms. The closing thread does not wait; the
-/// end of the context does, at most this long. SGLang uses 0: an evicted or closing manager then loses the final
-/// statuses it has just queued, and the peers wait for their timeout.
+/// How long a closed connection may still hand queued messages to the network. Who closes it does not wait; the end of
+/// the outbox does, at most this long. SGLang uses 0: an evicted or closing manager then loses the final statuses it has
+/// just queued, and the peers wait for their timeout.
 pub(super) const LINGER: Duration = Duration::from_millis(500);
 
 /// Give up on a connection that is not established after this long: prefill to decode (one attempt) ...
@@ -426,11 +426,11 @@ impl<K: Links> Outbox<K> {
     fn take_answers(&mut self) {
         while let Some((endpoint, answer)) = self.resolver.as_ref().and_then(Resolver::answer) {
             let Some(&slot) = self.index.get(&endpoint) else { continue };
+            // An endpoint closed and opened again while its name was looked up gets a second answer: no use for it.
+            let Some(Some(Entry { state: State::Resolving(held), .. })) = self.entries.get_mut(slot) else { continue };
+            let held = std::mem::take(held);
             let link = answer.and_then(|target| self.connect(&endpoint, &target, slot).map_err(|e| e.to_string()));
             let Some(Some(entry)) = self.entries.get_mut(slot) else { continue };
-            // An endpoint closed and opened again while its name was looked up gets a second answer: no use for it.
-            let State::Resolving(held) = &mut entry.state else { continue };
-            let held = std::mem::take(held);
             let failed = link.and_then(|mut link| {
                 // Fewer than the queue holds, on a socket that has just been made: they all fit.
                 let all = held.iter().all(|message| matches!(link.push(message), Push::Taken));
@@ -486,7 +486,7 @@ impl<K: Links> Outbox<K> {
                 continue;
             }
             if spared < EVICT_LOOK.min(total) {
-                // The look also brings the news that it is connected.
+                // With libzmq, the look also brings the news that it is connected.
                 let lost = match &mut entry.state {
                     State::Open(link) => link.look(self.role) != Seen::Alive,
                     State::Resolving(_) => false,

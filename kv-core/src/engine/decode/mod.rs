@@ -242,7 +242,6 @@ impl DecodeShard {
             }
         }
         self.inbox = inbox;
-        let tick = control.tick(now);
         // What has arrived wins over a deadline, also when it does not fit into one step (D5).
         if again && self.held_back < MAX_HELD_BACK {
             self.held_back += 1;
@@ -250,6 +249,8 @@ impl DecodeShard {
             self.held_back = 0;
             self.timeouts(now, control);
         }
+        // After everything was sent: a connection that was made or closed in this step is to be looked after, too.
+        let tick = control.tick(now);
         let again = control.flush() || again;
         let at = [self.timers.next(), self.outgoing.poll_timeout(), tick].into_iter().flatten().min();
         NextWake { at, again, ..NextWake::default() }

@@ -345,7 +345,6 @@ impl PrefillShard {
         }
         self.inbox = inbox;
         self.completions(now, control);
-        let tick = control.tick(now);
         // What has arrived wins over a deadline, also when it does not fit into one step (D5).
         if again && self.held_back < MAX_HELD_BACK {
             self.held_back += 1;
@@ -355,6 +354,8 @@ impl PrefillShard {
         }
         self.post_ready(now, control);
         self.lane.flush();
+        // After everything was sent: a connection that was made or closed in this step is to be looked after, too.
+        let tick = control.tick(now);
         let again = control.flush() || again;
         let mut at = self.poll_timeout().into_iter().chain(tick).min();
         if !self.ready_peers.is_empty() && !self.is_full() {

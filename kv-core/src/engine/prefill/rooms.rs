@@ -92,6 +92,10 @@ impl PrefillShard {
     /// Feed a room one event, and carry out everything that follows from it.
     pub(super) fn drive(&mut self, now: Timestamp, key: RoomKey, event: SenderEvent, control: &mut dyn ControlPlane) {
         self.work.push_back((key, event));
+        self.work_off(now, control);
+    }
+
+    fn work_off(&mut self, now: Timestamp, control: &mut dyn ControlPlane) {
         while let Some((key, event)) = self.work.pop_front() {
             let Some(entry) = self.rooms.get_mut(key) else { continue };
             let mut effects = std::mem::take(&mut self.effects);
@@ -212,7 +216,9 @@ impl PrefillShard {
             self.carry_out(now, key, &mut effects, control);
             self.effects = effects;
             self.finish_traces(key);
+            self.give_up_pieces(key);
             self.after(key);
+            self.work_off(now, control);
         }
         self.outgoing.handle_timeout(now, control, &self.stats);
         while self.early_order.front().is_some_and(|(t, _)| *t <= now) {
