@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kv_cli::driver::fleet::FleetEvent;
 use kv_cli::driver::protocol::{BootstrapAt, FromWorker, Role, RoomEnd, TcpPath};
-use support::{Drill, FIRST, LARGE, OTHER_PAGES, asked, served, sources, until_in_the_middle, wanted};
+use support::{Drill, FIRST, LARGE, OTHER_PAGES, sources, until_in_the_middle, wanted};
 
 /// F51, R-D7.
 #[test]
@@ -18,10 +18,7 @@ fn prefill_killed_in_the_middle_fails_its_rooms_and_is_replaced() {
         let mut drill = Drill::new(path);
         let (prefill, at) = drill.prefill();
         let decode = drill.decode(&at);
-        drill.fill(prefill, &sources(72));
-        drill.serve(prefill, &served());
-        drill.fetch(decode, &asked(), LARGE + 1);
-        drill.success(decode, FIRST);
+        drill.begin(prefill, &[], decode, decode);
         drill.signal(prefill, libc::SIGKILL);
         drill.killed(prefill);
         let mut failed = 0;
@@ -54,11 +51,7 @@ fn decode_killed_in_the_middle_frees_the_pages_of_its_rooms_alone() {
         let mut drill = Drill::new(path);
         let (prefill, at) = drill.prefill();
         let (doomed, other) = (drill.decode(&at), drill.decode(&at));
-        drill.fill(prefill, &sources(72));
-        let others = [(200, OTHER_PAGES), (201, OTHER_PAGES)];
-        drill.serve(prefill, &[&served()[..], &others].concat());
-        drill.fetch(doomed, &asked(), LARGE + 1);
-        drill.success(prefill, FIRST);
+        drill.begin(prefill, &[(200, OTHER_PAGES), (201, OTHER_PAGES)], doomed, prefill);
         drill.signal(doomed, libc::SIGKILL);
         let (a, b) = (sources(16), (16..32).collect::<Vec<u32>>());
         drill.fetch(other, &[(200, a.clone())], 1);
@@ -89,10 +82,7 @@ fn a_stopped_decode_fails_nothing_and_releases_nothing() {
         let mut drill = Drill::new(path);
         let (prefill, at) = drill.prefill();
         let (stopped, other) = (drill.decode(&at), drill.decode(&at));
-        drill.fill(prefill, &sources(72));
-        drill.serve(prefill, &[&served()[..], &[(200, OTHER_PAGES)]].concat());
-        drill.fetch(stopped, &asked(), LARGE + 1);
-        drill.success(prefill, FIRST);
+        drill.begin(prefill, &[(200, OTHER_PAGES)], stopped, prefill);
         drill.signal(stopped, libc::SIGSTOP);
         // Another decode is served meanwhile.
         drill.fetch(other, &[(200, sources(16))], 1);

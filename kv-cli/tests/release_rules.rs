@@ -11,7 +11,7 @@ use kv_cli::driver::fleet::WorkerId;
 use kv_cli::driver::protocol::{BootstrapAt, Role, RoomEnd, TcpPath};
 use kv_cli::driver::stats::RankStats;
 use support::{
-    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, asked, cut, served, sources, until_in_the_middle, wanted,
+    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, cut, served, sources, until_in_the_middle, wanted,
 };
 
 /// So many numbers in a row are some heartbeats long, and some looks for proof.
@@ -77,10 +77,7 @@ fn under_way(path: TcpPath) -> (Drill, WorkerId, String, WorkerId) {
     let mut drill = Drill::with_numbers(path);
     let (prefill, at) = drill.prefill();
     let decode = drill.decode(&at);
-    drill.fill(prefill, &sources(72));
-    drill.serve(prefill, &served());
-    drill.fetch(decode, &asked(), LARGE + 1);
-    drill.success(decode, FIRST);
+    drill.begin(prefill, &[], decode, decode);
     (drill, prefill, at, decode)
 }
 
@@ -220,10 +217,7 @@ fn r_f5_cat_f55_writes_to_a_killed_decode_are_let_go_of_by_proof_of_its_death() 
         let mut drill = Drill::with_numbers(path);
         let (prefill, at) = drill.prefill();
         let (doomed, other) = (drill.decode(&at), drill.decode(&at));
-        drill.fill(prefill, &sources(72));
-        drill.serve(prefill, &[&served()[..], &[(200, OTHER_PAGES)]].concat());
-        drill.fetch(doomed, &asked(), LARGE + 1);
-        drill.success(prefill, FIRST);
+        drill.begin(prefill, &[(200, OTHER_PAGES)], doomed, prefill);
         drill.signal(doomed, libc::SIGKILL);
         drill.killed(doomed);
         drill.forget_numbers(prefill);
@@ -304,10 +298,7 @@ fn r_f2_r_f5_cat_f13_writes_cut_off_from_a_stopped_decode_are_retained_until_it_
         let (prefill, at) = drill.prefill();
         let decode = drill.decode(&at);
         let port = cut::transport_port(drill.pid(decode));
-        drill.fill(prefill, &sources(72));
-        drill.serve(prefill, &served());
-        drill.fetch(decode, &asked(), LARGE + 1);
-        drill.success(prefill, FIRST);
+        drill.begin(prefill, &[], decode, prefill);
         let outstanding = stop_decode(&mut drill, prefill, decode);
         if outstanding == 0 {
             return false;
@@ -351,10 +342,7 @@ fn r_f6_cat_f56_a_decode_started_in_place_of_a_stopped_one_has_nothing_of_it_cou
         let mut drill = Drill::with_numbers(path);
         let (prefill, at) = drill.prefill();
         let old = drill.decode(&at);
-        drill.fill(prefill, &sources(72));
-        drill.serve(prefill, &[&served()[..], &[(200, OTHER_PAGES)]].concat());
-        drill.fetch(old, &asked(), LARGE + 1);
-        drill.success(prefill, FIRST);
+        drill.begin(prefill, &[(200, OTHER_PAGES)], old, prefill);
         let outstanding = stop_decode(&mut drill, prefill, old);
         if outstanding == 0 {
             return false;

@@ -163,7 +163,7 @@ impl SimNet {
         *port = Port { bound: Some(bind), events: VecDeque::new() };
         inner.log(format_args!("{endpoint} bound"));
         drop(inner);
-        SimControl { net: self.clone(), endpoint: endpoint.clone(), bind }
+        SimControl { net: self.clone(), endpoint: endpoint.clone(), bind, ticked: false }
     }
 
     /// Time on the way for every message sent from now on, unless a rule or fault says otherwise.
@@ -446,6 +446,8 @@ pub struct SimControl {
     net: SimNet,
     endpoint: Endpoint,
     bind: u64,
+    /// Ticked, and not flushed since: what is sent now would be looked after too late.
+    ticked: bool,
 }
 
 impl SimControl {
@@ -461,12 +463,23 @@ impl SimControl {
 
 impl ControlPlane for SimControl {
     fn send(&mut self, to: &Endpoint, message: Multipart) -> Result<(), ControlError> {
+        assert!(!self.ticked, "a step sends to {to} after its tick");
         let mut inner = self.net.lock();
         if !self.is_bound(&inner) {
             let reason = format!("{} has crashed", self.endpoint);
             return Err(ControlError::Unreachable { endpoint: to.clone(), reason });
         }
         inner.send(&self.endpoint, to, message)
+    }
+
+    fn tick(&mut self, _now: Timestamp) -> Option<Timestamp> {
+        self.ticked = true;
+        None
+    }
+
+    fn flush(&mut self) -> bool {
+        self.ticked = false;
+        false
     }
 
     fn recv(&mut self, max: usize, out: &mut Vec<ControlEvent>) {

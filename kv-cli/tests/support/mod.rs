@@ -277,6 +277,15 @@ impl Drill {
         self.fleet.send(decode, &ToWorker::Fetch { rooms: rooms.collect(), concurrency }).unwrap();
     }
 
+    /// Prefill serves the usual rooms and `more`; `decode` asks for the usual ones, and `seen` has the first of them: the
+    /// large one is on its way, or will be soon.
+    pub fn begin(&mut self, prefill: WorkerId, more: &[(u64, u32)], decode: WorkerId, seen: WorkerId) {
+        self.fill(prefill, &sources(72));
+        self.serve(prefill, &[&served()[..], more].concat());
+        self.fetch(decode, &asked(), LARGE + 1);
+        self.success(seen, FIRST);
+    }
+
     pub fn fetch_done(&mut self, decode: WorkerId) {
         self.expect("fetch_done", |e| {
             matches!(e, FleetEvent::From(w, FromWorker::FetchDone { .. }) if *w == decode).then_some(())

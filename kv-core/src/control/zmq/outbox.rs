@@ -62,22 +62,26 @@ pub(super) enum Seen {
     Lost(String),
 }
 
+/// What to connect.
+pub(super) struct Dial<'a> {
+    pub role: PushRole,
+    pub target: &'a Target,
+    pub port: u16,
+    /// Messages that may wait.
+    pub max_queue: usize,
+    /// Its name in [`Links::news`].
+    pub token: u64,
+}
+
 /// Makes the sockets of one outbox.
 pub(super) trait Links: Send {
     type Link: Link;
 
-    /// Start to connect. The link takes messages at once. `token` names it in [`Self::ready`].
-    fn connect(
-        &mut self,
-        role: PushRole,
-        target: &Target,
-        port: u16,
-        max_queue: usize,
-        token: u64,
-    ) -> Result<Self::Link, ZmqError>;
+    /// Start to connect. The link takes messages at once.
+    fn connect(&mut self, dial: Dial<'_>) -> Result<Self::Link, ZmqError>;
 
-    /// Append the tokens of links that want [`Link::ready`]; waits for one at most `timeout`.
-    fn ready(&mut self, timeout: Duration, tokens: &mut Vec<u64>);
+    /// Append the tokens of links that want [`Link::advance`]; waits for one at most `timeout`.
+    fn news(&mut self, timeout: Duration, tokens: &mut Vec<u64>);
 
     /// Readable when there is such a link. `None`: the implementation has threads of its own.
     fn fd(&self) -> Option<RawFd>;
@@ -89,12 +93,12 @@ pub(super) trait Link: Send {
     fn push(&mut self, message: &Multipart) -> Push;
     /// Send what is queued, as far as the connection takes it.
     fn flush(&mut self) {}
-    /// Its connection has news.
-    fn ready(&mut self) {}
+    /// Its connection has news: go on as far as that allows.
+    fn advance(&mut self) {}
     /// Look at the clock, for what waits for a time.
     fn tick(&mut self, _now: Timestamp) {}
     /// Whether the connection lives.
-    fn look(&mut self, role: PushRole) -> Seen;
+    fn look(&mut self) -> Seen;
     fn token(&self) -> u64;
     /// Whether the connection was established at the last look.
     fn is_up(&self) -> bool;
@@ -103,7 +107,7 @@ pub(super) trait Link: Send {
     /// Whether it has something to deliver and must be kept, closed or not, until it has.
     fn lingers(&self) -> bool;
     /// The peer is gone: nothing is delivered any more.
-    fn abandon(&self);
+    fn abandon(&self) {}
 }
 
 /// What an outbox did.
@@ -211,7 +215,7 @@ impl<K: Links> Outbox<K> {
             return Ok(());
         }
         self.take_answers();
-        let mut slot = self.ready(to)?;
+        let mut slot = self.slot_for(to)?;
         for attempt in 0.. {
             let Some(entry) = self.entries.get_mut(slot).and_then(Option::as_mut) else { break };
             entry.used = true;
@@ -233,7 +237,7 @@ impl<K: Links> Outbox<K> {
                     return Ok(());
                 }
                 // A full queue, or a connection that broke since the last look.
-                Push::Full => match link.look(self.role) {
+                Push::Full => match link.look() {
                     Seen::Alive => break,
                     Seen::Lost(reason) => reason,
                 },
@@ -290,7 +294,7 @@ impl<K: Links> Outbox<K> {
         self.flush();
         self.closing.retain_mut(|c| {
             let until = *c.until.get_or_insert(now + LINGER);
-            c.link.ready();
+            c.link.advance();
             c.link.lingers() && now < until
         });
         let total = self.entries.len();
@@ -326,7 +330,7 @@ impl<K: Links> Outbox<K> {
     fn drive(&mut self) {
         self.take_answers();
         let mut tokens = std::mem::take(&mut self.tokens);
-        self.links.ready(Duration::ZERO, &mut tokens);
+        self.links.news(Duration::ZERO, &mut tokens);
         for token in tokens.drain(..) {
             self.advance(token);
         }
@@ -337,12 +341,12 @@ impl<K: Links> Outbox<K> {
         let slot = (token & u64::from(u32::MAX)) as usize;
         match self.entries.get_mut(slot) {
             Some(Some(Entry { state: State::Open(link), .. })) if link.token() == token => {
-                link.ready();
+                link.advance();
                 self.lose_if_lost(slot);
             }
             _ => {
                 if let Some(at) = self.closing.iter().position(|c| c.link.token() == token) {
-                    self.closing[at].link.ready();
+                    self.closing[at].link.advance();
                     if !self.closing[at].link.lingers() {
                         self.closing.swap_remove(at);
                     }
@@ -353,17 +357,17 @@ impl<K: Links> Outbox<K> {
 
     fn lose_if_lost(&mut self, slot: usize) {
         if let Some(Some(Entry { state: State::Open(link), .. })) = self.entries.get_mut(slot)
-            && let Seen::Lost(reason) = link.look(self.role)
+            && let Seen::Lost(reason) = link.look()
         {
             self.lose(slot, &reason);
         }
     }
 
     /// The endpoint's slot with a socket that was alive a moment ago.
-    fn ready(&mut self, to: &Endpoint) -> Result<usize, ControlError> {
+    fn slot_for(&mut self, to: &Endpoint) -> Result<usize, ControlError> {
         let Some(&slot) = self.index.get(to) else { return self.open(to) };
         let seen = match self.entries.get_mut(slot).and_then(Option::as_mut) {
-            Some(Entry { state: State::Open(link), .. }) => link.look(self.role),
+            Some(Entry { state: State::Open(link), .. }) => link.look(),
             _ => Seen::Alive,
         };
         match seen {
@@ -407,7 +411,8 @@ impl<K: Links> Outbox<K> {
     fn connect(&mut self, to: &Endpoint, target: &Target, slot: usize) -> Result<K::Link, ZmqError> {
         self.made = self.made.wrapping_add(1);
         let token = u64::from(self.made) << 32 | slot as u64;
-        let link = self.links.connect(self.role, target, to.port(), self.max_queue, token)?;
+        let (role, port, max_queue) = (self.role, to.port(), self.max_queue);
+        let link = self.links.connect(Dial { role, target, port, max_queue, token })?;
         self.counters.opened += 1;
         Ok(link)
     }
@@ -450,7 +455,7 @@ impl<K: Links> Outbox<K> {
             State::Resolving(_) => (None, false),
             State::Open(link) => {
                 link.tick(now);
-                match link.look(self.role) {
+                match link.look() {
                     Seen::Lost(reason) => (Some(reason), false),
                     Seen::Alive => (None, link.is_up()),
                 }
@@ -488,7 +493,7 @@ impl<K: Links> Outbox<K> {
             if spared < EVICT_LOOK.min(total) {
                 // With libzmq, the look also brings the news that it is connected.
                 let lost = match &mut entry.state {
-                    State::Open(link) => link.look(self.role) != Seen::Alive,
+                    State::Open(link) => link.look() != Seen::Alive,
                     State::Resolving(_) => false,
                 };
                 if !lost && !entry.is_idle() {
@@ -511,7 +516,7 @@ impl<K: Links> Outbox<K> {
     fn let_go(&mut self, slot: usize) {
         if let Some(Entry { state: State::Open(mut link), .. }) = self.remove(slot) {
             // Read as well: what is unread at the close would make the system throw away what it has still to send.
-            link.ready();
+            link.advance();
             if link.lingers() {
                 self.closing.push(Closing { link, until: None });
             }
@@ -550,7 +555,7 @@ impl<K: Links> Drop for Outbox<K> {
             if left.is_zero() {
                 return;
             }
-            self.links.ready(left, &mut tokens);
+            self.links.news(left, &mut tokens);
             for token in tokens.drain(..) {
                 self.advance(token);
             }

@@ -9,8 +9,7 @@ use zmq_sys as sys;
 use super::ZmqContext;
 use super::context::Socket;
 use crate::control::Multipart;
-use crate::control::zmq::outbox::{LINGER, Link, Links, Push, PushRole, Seen};
-use crate::control::zmq::resolve::Target;
+use crate::control::zmq::outbox::{Dial, LINGER, Link, Links, Push, PushRole, Seen};
 use crate::control::zmq::{KEEPALIVE, ZmqError};
 
 /// Makes sockets of one context.
@@ -25,24 +24,18 @@ impl LibzmqLinks {
 impl Links for LibzmqLinks {
     type Link = LibzmqLink;
 
-    fn connect(
-        &mut self,
-        role: PushRole,
-        target: &Target,
-        port: u16,
-        max_queue: usize,
-        token: u64,
-    ) -> Result<LibzmqLink, ZmqError> {
+    fn connect(&mut self, dial: Dial<'_>) -> Result<LibzmqLink, ZmqError> {
+        let Dial { role, target, port, max_queue, token } = dial;
         let context = &self.0;
         let max_queue = i32::try_from(max_queue).unwrap_or(i32::MAX);
         let push = context.socket(sys::ZMQ_PUSH).map_err(|e| ZmqError::system("create a PUSH socket", e))?;
         set_options(&push, role, target.ipv6, max_queue).map_err(|e| ZmqError::system("set PUSH options", e))?;
         let monitor = watch(context, &push, role).map_err(|e| ZmqError::system("monitor a PUSH socket", e))?;
         push.connect(&format!("tcp://{}:{port}", target.text)).map_err(|e| ZmqError::system("connect", e))?;
-        Ok(LibzmqLink { push, monitor, up: false, token })
+        Ok(LibzmqLink { push, monitor, up: false, role, token })
     }
 
-    fn ready(&mut self, _timeout: Duration, _tokens: &mut Vec<u64>) {}
+    fn news(&mut self, _timeout: Duration, _tokens: &mut Vec<u64>) {}
 
     fn fd(&self) -> Option<RawFd> {
         None
@@ -54,6 +47,7 @@ pub(in crate::control::zmq) struct LibzmqLink {
     push: Socket,
     monitor: Socket,
     up: bool,
+    role: PushRole,
     token: u64,
 }
 
@@ -96,7 +90,7 @@ impl Link for LibzmqLink {
     }
 
     /// Read what the monitor has. Never blocks; costs one non-blocking receive when there is nothing.
-    fn look(&mut self, role: PushRole) -> Seen {
+    fn look(&mut self) -> Seen {
         let mut frame = zmq::Message::new();
         loop {
             match self.monitor.recv(&mut frame, zmq::DONTWAIT) {
@@ -117,7 +111,7 @@ impl Link for LibzmqLink {
                 _ => continue,
             };
             self.up = false;
-            if role == PushRole::ToDecode {
+            if self.role == PushRole::ToDecode {
                 return Seen::Lost(lost.to_owned());
             }
         }
@@ -186,6 +180,7 @@ fn watch(context: &ZmqContext, push: &Socket, role: PushRole) -> Result<Socket, 
 mod tests {
     use super::*;
     use crate::control::zmq::libzmq::LibzmqInbox;
+    use crate::control::zmq::resolve::Target;
     use crate::limits::Limits;
 
     fn connected() -> (LibzmqInbox, LibzmqLink) {
@@ -193,7 +188,8 @@ mod tests {
         let (mut inbox, to) = LibzmqInbox::bind(&ZmqContext::new(&limits).unwrap(), "127.0.0.1", &limits).unwrap();
         let target = Target { text: "127.0.0.1".to_owned(), ipv6: false };
         let context = ZmqContext::new(&limits).unwrap();
-        let mut link = LibzmqLinks::new(&context).connect(PushRole::ToDecode, &target, to.port(), 10, 0).unwrap();
+        let dial = Dial { role: PushRole::ToDecode, target: &target, port: to.port(), max_queue: 10, token: 0 };
+        let mut link = LibzmqLinks::new(&context).connect(dial).unwrap();
         assert_eq!(link.push(&Multipart::from_iter([bytes::Bytes::from_static(b"hello")])), Push::Taken);
         inbox.wait(&[], None).unwrap();
         (inbox, link)
@@ -213,7 +209,7 @@ mod tests {
         let (inbox, mut link) = connected();
         assert_eq!(link.push_frame(b"1", true, true), Ok(()));
         drop(inbox);
-        until(|| link.look(PushRole::ToDecode) != Seen::Alive);
+        until(|| link.look() != Seen::Alive);
         let rest = link.push_frame(b"2", false, false);
         assert!(matches!(rest, Ok(()) | Err(Push::Torn(_))), "{rest:?}");
         until(|| !link.has_room());
@@ -224,7 +220,7 @@ mod tests {
     fn cat_f53_without_a_connection_nothing_is_taken() {
         let (inbox, mut link) = connected();
         drop(inbox);
-        until(|| link.look(PushRole::ToDecode) != Seen::Alive);
+        until(|| link.look() != Seen::Alive);
         // Reading its events makes the socket notice at once; `send` looks once a millisecond.
         until(|| !link.has_room());
         assert_eq!(link.push_frame(b"1", true, true), Err(Push::Full));

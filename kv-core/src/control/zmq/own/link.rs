@@ -13,8 +13,7 @@ use super::codec::{self, Bounds, Decoder, Item};
 use super::handshake::{self, Command, End, GREETING};
 use super::poll::Epoll;
 use crate::control::Multipart;
-use crate::control::zmq::outbox::{Link, Links, Push, PushRole, Seen};
-use crate::control::zmq::resolve::Target;
+use crate::control::zmq::outbox::{Dial, Link, Links, Push, PushRole, Seen};
 use crate::control::zmq::{ZmqError, keepalive};
 use crate::time::Timestamp;
 
@@ -43,14 +42,8 @@ impl OwnLinks {
 impl Links for OwnLinks {
     type Link = OwnLink;
 
-    fn connect(
-        &mut self,
-        role: PushRole,
-        target: &Target,
-        port: u16,
-        max_queue: usize,
-        token: u64,
-    ) -> Result<OwnLink, ZmqError> {
+    fn connect(&mut self, dial: Dial<'_>) -> Result<OwnLink, ZmqError> {
+        let Dial { role, target, port, max_queue, token } = dial;
         let system = |action| move |e: io::Error| ZmqError::io(action, &e);
         let address = target.socket_address(port).map_err(system("read the address"))?;
         let mut link = OwnLink {
@@ -77,7 +70,7 @@ impl Links for OwnLinks {
         Ok(link)
     }
 
-    fn ready(&mut self, timeout: Duration, tokens: &mut Vec<u64>) {
+    fn news(&mut self, timeout: Duration, tokens: &mut Vec<u64>) {
         if let Err(error) = self.epoll.ready(timeout, tokens) {
             tracing::error!("the control connections cannot be looked at: {error}");
         }
@@ -171,7 +164,7 @@ impl OwnLink {
     }
 
     /// Go on as far as the connection allows.
-    fn advance(&mut self) -> Result<(), String> {
+    fn go_on(&mut self) -> Result<(), String> {
         let Some(sock) = &self.sock else { return Ok(()) };
         if self.stage == Stage::Connecting {
             if let Some(e) = sock.take_error().unwrap_or_else(Some) {
@@ -303,12 +296,12 @@ impl Link for OwnLink {
         }
     }
 
-    fn look(&mut self, _role: PushRole) -> Seen {
+    fn look(&mut self) -> Seen {
         self.lost.clone().map_or(Seen::Alive, Seen::Lost)
     }
 
-    fn ready(&mut self) {
-        if let Err(reason) = self.advance() {
+    fn advance(&mut self) {
+        if let Err(reason) = self.go_on() {
             self.fail(reason);
         }
     }
@@ -341,8 +334,6 @@ impl Link for OwnLink {
     fn lingers(&self) -> bool {
         self.lost.is_none() && self.stage != Stage::Down && !self.ends.is_empty()
     }
-
-    fn abandon(&self) {}
 }
 
 const CLOSED: &str = "the peer closed the connection";
