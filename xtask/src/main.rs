@@ -1,10 +1,11 @@
-//! Project tasks: `cargo xtask ci | demo | golden | bench | model | fuzz | sim`.
+//! Project tasks: `cargo xtask ci | setup | demo | golden | bench | model | fuzz | sim`.
 
 mod bench;
 mod ci;
 mod fuzz;
 mod golden;
 mod model;
+mod setup;
 mod sh;
 mod sim;
 
@@ -24,6 +25,8 @@ struct Cli {
 enum Task {
     /// Everything a change must pass. The last line counts the tests.
     Ci(ci::CiArgs),
+    /// Fetch the libraries that backends load, pinned, into the target directory; their paths. Default: all backends.
+    Setup(setup::SetupArgs),
     /// Build kvt and run `kvt demo`; what follows is passed on.
     Demo {
         /// Arguments of `kvt demo`.
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
         std::env::set_current_dir(&root).map_err(|e| format!("cannot go to {}: {e}", root.display()))?;
         match Cli::parse().task {
             Task::Ci(args) => ci::run(&args),
+            Task::Setup(args) => setup::run(&args),
             Task::Demo { args } => demo(&args),
             Task::Golden(args) => golden::run(&args),
             Task::Fuzz(args) => fuzz::run(&args),

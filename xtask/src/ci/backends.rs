@@ -1,17 +1,15 @@
-//! `KV_REQUIRE_BACKENDS=tcp,..`: a backend that is asked for and not here is a failure, never a skip.
+//! A backend that is asked for and that this workspace does not have is a failure, never a skip.
 
 use serde_json::Value;
 
-use super::Step;
+use super::{Step, required};
 use crate::sh::{self, Result};
 
-/// Names of the variable; tests read it too.
-const VARIABLE: &str = "KV_REQUIRE_BACKENDS";
-
 pub fn run() -> Result<Step> {
-    let Ok(wanted) = std::env::var(VARIABLE) else {
+    let Some(wanted) = required::backends() else {
         return Ok(Step::Skipped(format!(
-            "{VARIABLE} is not set: a backend that is missing here only skips its tests"
+            "{} is not set: a backend that is missing here only skips its tests",
+            required::VARIABLE
         )));
     };
     let metadata = sh::metadata(&["--no-deps"])?;
@@ -29,9 +27,8 @@ fn features(metadata: &Value) -> Vec<String> {
         .collect()
 }
 
-fn check(wanted: &str, have: &[String]) -> Result<String> {
-    let wanted: Vec<&str> = wanted.split(',').map(str::trim).filter(|w| !w.is_empty()).collect();
-    match wanted.iter().find(|w| !have.iter().any(|h| h == *w)) {
+fn check(wanted: &[String], have: &[String]) -> Result<String> {
+    match wanted.iter().find(|w| !have.contains(w)) {
         Some(missing) => {
             Err(format!("backend '{missing}' is required, but this workspace has only: {}", have.join(", ")))
         }
@@ -45,10 +42,10 @@ mod tests {
 
     #[test]
     fn a_missing_backend_is_a_failure() {
-        let have = vec!["tcp".to_owned()];
-        assert_eq!(check("tcp", &have), Ok("tcp".into()));
-        assert_eq!(check("", &have), Ok(String::new()));
-        assert!(check("tcp, nixl", &have).unwrap_err().contains("backend 'nixl' is required"));
+        let have = ["tcp".to_owned()];
+        assert_eq!(check(&have, &have), Ok("tcp".into()));
+        assert_eq!(check(&[], &have), Ok(String::new()));
+        assert!(check(&["tcp".into(), "nixl".into()], &have).unwrap_err().contains("backend 'nixl' is required"));
     }
 
     #[test]

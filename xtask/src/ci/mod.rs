@@ -3,9 +3,11 @@
 mod backends;
 mod deny;
 mod hygiene;
+mod libraries;
 mod msrv;
 mod no_mutants;
 mod pure_core;
+mod required;
 mod tests_step;
 
 use std::process::ExitCode;
@@ -42,6 +44,7 @@ const STEPS: &[(&str, StepFn)] = &[
     ("hygiene", hygiene::run),
     ("golden vectors", || golden::check().map(Step::Passed)),
     ("backends asked for", backends::run),
+    ("backend libraries", libraries::run),
     ("pure core", pure_core::run),
     ("no known faults shipped", no_mutants::run),
     ("default build", default_build),
