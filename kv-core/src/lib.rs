@@ -13,6 +13,7 @@ pub mod engine;
 pub mod error;
 pub mod event;
 pub mod hooks;
+pub mod host;
 pub mod ids;
 pub mod layout;
 pub mod limits;

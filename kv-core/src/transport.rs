@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use crate::host::HostIdentity;
 use crate::ids::{OpId, PeerId, ProcessGeneration};
 use crate::memory::{MemoryOwner, RegisteredRegion};
 use crate::net::Endpoint;
@@ -35,8 +36,11 @@ pub struct Capabilities {
     pub submit_blocks: bool,
     /// `Done` means that the bytes are visible to the target's CPU (false for a peer that gives no acknowledgement).
     pub done_proves_placement: bool,
-    /// An `Unresolved` op can settle later without the death of its peer.
+    /// Every `Unresolved` op of a peer that lives, or is cut off, settles later without the death of its peer.
     pub settles_unresolved: bool,
+    /// Ending a registration closes the memory to peers that know it. Where it does not, memory that was registered must
+    /// not be used for anything else while such peers may still write.
+    pub unregister_revokes: bool,
 }
 
 /// What decode sent about itself; opaque to everyone but the backend.
@@ -48,6 +52,8 @@ pub struct PeerDescriptor {
     pub metadata: Bytes,
     /// The peer's control endpoint: the address its successor will also use.
     pub endpoint: Endpoint,
+    /// Which process it is, as it says itself: where it runs on this host, a backend can see it end. `None`: it does not say.
+    pub host: Option<HostIdentity>,
 }
 
 /// One write: every span of `plan`, to one peer.

@@ -35,6 +35,7 @@ fn mori_plan(v: &Value) -> Value {
         item_len: 100,
         src_stride: 100,
         dst_stride: 100,
+        dst_kind: Default::default(),
     };
     let plan = WritePlan::new([PlanGroup { entries: [pair].into(), runs: runs.clone().into() }]);
     let spans: Vec<_> = plan.spans().collect();

@@ -223,6 +223,7 @@ impl Ends {
             item_len: len,
             src_stride: len,
             dst_stride: len,
+            dst_kind: Default::default(),
         };
         WritePlan::new([PlanGroup { entries: Arc::new([entry]), runs: runs.into() }])
     }
@@ -251,8 +252,12 @@ fn source(mode: &str, rounds: usize) -> Result<()> {
     let from = arena.as_ptr() as usize;
     let region = transport.register(arena)?;
     let lane = transport.lane()?;
-    let descriptor =
-        PeerDescriptor { name: w[0].into(), metadata: bytes.into(), endpoint: Endpoint::new("127.0.0.1", 1) };
+    let descriptor = PeerDescriptor {
+        name: w[0].into(),
+        metadata: bytes.into(),
+        endpoint: Endpoint::new("127.0.0.1", 1),
+        host: None,
+    };
     let peer = transport.connect(&descriptor)?;
     println!("path: {:?}", transport.peer_path(peer).map(|p| p.kind));
     let mut ends = Ends { lane, peer, region, base: w[1].parse()?, next: 0 };

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use bytes::Bytes;
 
 use crate::codec::{Malformed, Put, Reader};
-use crate::host::HostIdentity;
+use kv_core::host::HostIdentity;
 
 /// Version of the blob and of the wire; both sides must have the same.
 pub(crate) const VERSION: u16 = 1;
@@ -65,7 +65,7 @@ impl Blob {
         out.put_u16(VERSION);
         out.put_text(&self.name, MAX_NAME);
         out.put(&self.admission.0);
-        self.host.encode(&mut out);
+        out.put(&self.host.to_bytes());
         out.put_u32(self.addresses.len() as u32);
         for a in &self.addresses {
             let ip = match a.ip() {
@@ -98,7 +98,7 @@ impl Blob {
             return Err(Malformed("no name"));
         }
         let admission = Key(r.array()?);
-        let host = HostIdentity::decode(&mut r)?;
+        let host = HostIdentity::from_bytes(r.array()?);
         let mut addresses = Vec::new();
         for _ in 0..r.count(18)? {
             let ip = std::net::Ipv6Addr::from(r.array::<16>()?).to_canonical();

@@ -13,7 +13,7 @@ use kv_core::ids::ProcessGeneration;
 
 use crate::blob::{Key, MAX_NAME, VERSION};
 use crate::codec::{Malformed, Put, Reader};
-use crate::host::{HOST_IDENTITY_LEN, HostIdentity};
+use kv_core::host::{HOST_IDENTITY_LEN, HostIdentity};
 
 /// Bytes before the body.
 pub(crate) const HEAD: usize = 8;
@@ -125,7 +125,7 @@ impl Hello {
             out.put(&self.session.0);
             out.put_text(&self.source, MAX_NAME);
             out.put(&self.process.0.to_le_bytes());
-            self.host.encode(out);
+            out.put(&self.host.to_bytes());
             out.put_u8(self.direct.into());
             out.put_u64(self.nonce_addr);
             out.put(&self.nonce);
@@ -154,7 +154,7 @@ impl Hello {
             session: Key(r.array()?),
             source: r.text(MAX_NAME)?.to_owned(),
             process: ProcessGeneration(u128::from_le_bytes(r.array()?)),
-            host: HostIdentity::decode(&mut r)?,
+            host: HostIdentity::from_bytes(r.array()?),
             direct: r.u8()? == 1,
             nonce_addr: r.u64()?,
             nonce: r.array()?,
@@ -205,7 +205,7 @@ impl Welcome {
             });
             out.put_text(&self.text, MAX_TEXT);
             if let Some(host) = &self.host {
-                host.encode(out);
+                out.put(&host.to_bytes());
             }
         });
     }
@@ -222,7 +222,7 @@ impl Welcome {
             _ => return Err(Malformed("unknown verdict")),
         };
         let text = r.text(MAX_TEXT)?.to_owned();
-        let host = if r.0.is_empty() { None } else { Some(HostIdentity::decode(&mut r)?) };
+        let host = if r.0.is_empty() { None } else { Some(HostIdentity::from_bytes(r.array()?)) };
         r.end()?;
         Ok(Self { verdict, text, host })
     }

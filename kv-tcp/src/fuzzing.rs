@@ -107,7 +107,7 @@ pub fn request(body: &[u8]) {
 pub fn seeds() -> [Vec<Vec<u8>>; 3] {
     use crate::blob::RemoteRegion;
     use crate::frame::{Purpose, Status, Verdict};
-    use crate::host::HostIdentity;
+    use kv_core::host::HostIdentity;
     use kv_core::ids::{ProcessGeneration, RegionId};
     use kv_core::memory::RegisteredRegion;
     use kv_core::plan::{EntryPair, PlanGroup, Run, WritePlan};
@@ -155,6 +155,7 @@ pub fn seeds() -> [Vec<Vec<u8>>; 3] {
             item_len: 64,
             src_stride: stride,
             dst_stride: stride,
+            dst_kind: Default::default(),
         };
         let runs = Arc::from([Run { src: 0, dst: 3, count: 4 }, Run { src: 9, dst: 9, count: 1 }]);
         let group = PlanGroup { entries: Arc::from([entry, EntryPair { dst_addr: REGION.0 + 4096, ..entry }]), runs };

@@ -15,10 +15,10 @@ use proptest::prelude::*;
 
 use crate::blob::{Blob, Key, RemoteRegion};
 use crate::frame::{self, HEAD, Hello, Kind, OpHead, Purpose, Status, Verdict, Welcome};
-use crate::host::HostIdentity;
 use crate::inbound::PANICS;
 use crate::plan::Plan;
 use crate::{HostArena, TcpConfig, TcpTransport};
+use kv_core::host::HostIdentity;
 
 const LEN: usize = 1 << 20;
 
@@ -82,6 +82,7 @@ impl Target {
                 name: self.transport.local_name().into(),
                 metadata: self.transport.local_metadata(),
                 endpoint: Endpoint::new("h", 1),
+                host: None,
             })
             .unwrap();
         let mut lane = p.lane().unwrap();
@@ -94,6 +95,7 @@ impl Target {
             item_len: 8,
             src_stride: 8,
             dst_stride: 8,
+            dst_kind: Default::default(),
         };
         let plan = WritePlan::new([PlanGroup {
             entries: Arc::new([entry]),
@@ -136,6 +138,7 @@ fn write_frame(region: &RemoteRegion, dst: u64, len: u64, kind: Kind) -> Vec<u8>
         item_len: len,
         src_stride: 0,
         dst_stride: len,
+        dst_kind: Default::default(),
     };
     let wide = RemoteRegion { addr: 0, len: u64::MAX, ..*region };
     let arena = Arc::new(HostArena::new(len as usize).unwrap());
@@ -425,7 +428,8 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
     let blob = Blob { name: "far".into(), admission: Key([2; 16]), host, addresses: vec![at], regions: vec![region] };
-    let descriptor = PeerDescriptor { name: "far".into(), metadata: blob.encode(), endpoint: Endpoint::new("far", 1) };
+    let descriptor =
+        PeerDescriptor { name: "far".into(), metadata: blob.encode(), endpoint: Endpoint::new("far", 1), host: None };
     let config = TcpConfig { fence_for: Duration::from_millis(150), ..TcpConfig::loopback() };
     let p = TcpTransport::new(config).unwrap();
     let arena = Arc::new(HostArena::new(4096).unwrap());
@@ -460,6 +464,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
         item_len: 8,
         src_stride: 8,
         dst_stride: 8,
+        dst_kind: Default::default(),
     };
     let plan =
         WritePlan::new([PlanGroup { entries: Arc::new([entry]), runs: Arc::new([Run { src: 0, dst: 0, count: 1 }]) }]);

@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use kv_core::host::ProcessHandle;
 use kv_core::ids::PeerId;
 use kv_core::transport::{Settlement, TransportError, TransportErrorKind};
 
@@ -173,7 +174,7 @@ impl Lost {
             return true;
         }
         let quiet_here = self.peer.jobs.load(Ordering::SeqCst) == 0;
-        if self.proven.is_none() && self.peer.pidfd.as_ref().is_some_and(sys::pidfd_exited) {
+        if self.proven.is_none() && self.peer.pidfd.as_ref().is_some_and(ProcessHandle::exited) {
             self.proven = Some(Settlement::PeerGenerationDead);
         }
         if self.proven.is_none() {

@@ -1,7 +1,6 @@
 //! The source's side of a session: one generation of a peer we write to.
 
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
@@ -10,11 +9,11 @@ use kv_core::net::Endpoint;
 use kv_core::transport::{Settlement, TransportError, WriteOp};
 
 use crate::blob::{Key, RemoteRegion};
-use crate::host::HostIdentity;
 use crate::keeper::Task;
 use crate::stats;
 use crate::transport::Inner;
 use crate::worker::{Msg, WorkerShared};
+use kv_core::host::{HostIdentity, ProcessHandle};
 
 /// How data goes to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +63,7 @@ pub(crate) struct Peer {
     pub direct: Result<(), String>,
     pub regions: RwLock<Arc<[RemoteRegion]>>,
     /// The process itself, when it runs on our host.
-    pub pidfd: Option<OwnedFd>,
+    pub pidfd: Option<ProcessHandle>,
     pub data: Vec<(Arc<WorkerShared>, u64)>,
     pub next_data: AtomicUsize,
     /// Ops whose bytes we are still sending: while there are any, the source is in use.

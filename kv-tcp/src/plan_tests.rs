@@ -31,6 +31,7 @@ fn pair(item_len: u64) -> EntryPair {
         item_len,
         src_stride: item_len,
         dst_stride: item_len,
+        dst_kind: Default::default(),
     }
 }
 

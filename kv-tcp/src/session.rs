@@ -12,9 +12,9 @@ use kv_core::ids::ProcessGeneration;
 use crate::blob::Key;
 use crate::conn::ConnOut;
 use crate::frame::{self, Hello, Status, Verdict, Welcome};
-use crate::host::HostIdentity;
 use crate::stats::{self, Counters};
 use crate::worker::{Msg, WorkerShared};
+use kv_core::host::HostIdentity;
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(PoisonError::into_inner)

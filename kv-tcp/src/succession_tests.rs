@@ -16,10 +16,10 @@ use kv_core::transport::{
 
 use crate::blob::{Blob, Key, RemoteRegion};
 use crate::frame::{Verdict, Welcome};
-use crate::host::HostIdentity;
 use crate::hostile_tests::next;
 use crate::inbound::PANICS;
 use crate::{HostArena, TcpConfig, TcpTransport};
+use kv_core::host::HostIdentity;
 
 /// On this boot (so that its loopback address is called), but with pid numbers that mean nothing here.
 fn far(pid: u32) -> HostIdentity {
@@ -49,7 +49,12 @@ impl Source {
     /// A registration arrives; every peer has the same endpoint.
     fn hear(&self, blob: &Blob) -> Result<PeerId, TransportError> {
         let endpoint = Endpoint::new("far", 1);
-        self.transport.connect(&PeerDescriptor { name: blob.name.clone(), metadata: blob.encode(), endpoint })
+        self.transport.connect(&PeerDescriptor {
+            name: blob.name.clone(),
+            metadata: blob.encode(),
+            endpoint,
+            host: None,
+        })
     }
 
     /// The same, and whoever listens takes both connections, as process `says`. They stay open.
@@ -86,6 +91,7 @@ impl Source {
             item_len: 8,
             src_stride: 8,
             dst_stride: 8,
+            dst_kind: Default::default(),
         };
         let groups = [PlanGroup { entries: Arc::new([entry]), runs: Arc::new([Run { src: 0, dst: 0, count: 1 }]) }];
         let op = WriteOp { id: OpId(1), peer, plan: WritePlan::new(groups), regions: Arc::new([self.region.clone()]) };
@@ -214,7 +220,7 @@ fn a_dial_that_hangs_does_not_hold_up_disconnect_or_a_new_lane() {
     let (l, at) = listener();
     let blob = blob("slow", far(1), at);
     let (metadata, endpoint) = (blob.encode(), Endpoint::new("far", 1));
-    let descriptor = PeerDescriptor { name: blob.name, metadata, endpoint };
+    let descriptor = PeerDescriptor { name: blob.name, metadata, endpoint, host: None };
     let transport = &p.transport;
     let ((hangs, seen), (go_on, may)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
     let kept = std::thread::scope(|scope| {

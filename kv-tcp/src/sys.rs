@@ -145,30 +145,6 @@ impl AsRawFd for EventFd {
     }
 }
 
-/// A handle on a process that is never taken over by another one.
-pub(crate) fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-    // SAFETY: no pointers.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    // The kernel sets close-on-exec on every pidfd.
-    own(libc::c_int::try_from(fd).unwrap_or(-1))
-}
-
-/// Whether any process has this number now.
-pub(crate) fn pid_exists(pid: u32) -> bool {
-    let Ok(pid) = libc::pid_t::try_from(pid) else { return false };
-    // SAFETY: no pointers; signal 0 is none.
-    pid > 0 && (unsafe { libc::kill(pid, 0) } == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH))
-}
-
-/// Whether the process of a pidfd has exited.
-pub(crate) fn pidfd_exited(fd: &OwnedFd) -> bool {
-    let mut p = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: one valid pollfd.
-    let n = unsafe { libc::poll(&raw mut p, 1, 0) };
-    n == 1 && p.revents & libc::POLLIN != 0
-}
-
 /// Copy from another process into this one; the two lists may be cut differently. Returns the bytes copied, possibly
 /// fewer than asked.
 ///
@@ -291,12 +267,6 @@ pub(crate) unsafe fn read_mem(addr: u64, len: usize, out: &mut Vec<u8>) {
 pub(crate) fn allow_any_reader() -> io::Result<()> {
     // SAFETY: no pointers; -1 is PR_SET_PTRACER_ANY.
     check(unsafe { libc::prctl(libc::PR_SET_PTRACER, libc::c_ulong::MAX, 0, 0, 0) }).map(drop)
-}
-
-/// The effective user.
-pub(crate) fn uid() -> u32 {
-    // SAFETY: cannot fail.
-    unsafe { libc::geteuid() }
 }
 
 /// What the kernel knows about the other end of a TCP connection.

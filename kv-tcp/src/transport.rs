@@ -18,7 +18,9 @@ use kv_core::transport::{
 use crate::blob::{Blob, Key};
 use crate::config::{PtraceOptIn, SameHost, TcpConfig};
 use crate::frame::{self, Hello, Kind, Purpose};
-use crate::host::{self, HostIdentity};
+use kv_core::host::HostIdentity;
+
+use crate::host;
 use crate::keeper::{self, KeeperShared};
 use crate::lane::{LaneShared, TcpLane};
 use crate::peer::{PathInfo, PathKind, Peer};
@@ -113,7 +115,7 @@ impl Inner {
         if !hello.direct {
             return Err("turned off at the source".to_owned());
         }
-        if let Some(why) = self.host.direct_copy_obstacle(&hello.host) {
+        if let Some(why) = host::direct_copy_obstacle(&self.host, &hello.host) {
             return Err(why.to_owned());
         }
         if hello.host.open(&self.host).is_none() {
@@ -284,6 +286,7 @@ impl TcpTransport {
                 submit_blocks: false,
                 done_proves_placement: true,
                 settles_unresolved: true,
+                unregister_revokes: true,
             },
         })
     }

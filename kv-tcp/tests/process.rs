@@ -331,5 +331,6 @@ fn descriptor(name: &str, hex: &str) -> kv_core::transport::PeerDescriptor {
         name: name.to_owned(),
         metadata: bytes.into(),
         endpoint: kv_core::net::Endpoint::new("127.0.0.1", 1),
+        host: None,
     }
 }

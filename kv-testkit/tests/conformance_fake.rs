@@ -91,6 +91,7 @@ impl Harness for Fake {
             submit_blocks: false,
             done_proves_placement: true,
             settles_unresolved: true,
+            unregister_revokes: true,
         };
         let builder = self.fabric.builder(&name).policy(policy).capacity(64).capabilities(capabilities);
         match self.flaw {

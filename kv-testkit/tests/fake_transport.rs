@@ -32,6 +32,7 @@ fn descriptor(t: &FakeTransport, port: u16) -> PeerDescriptor {
         name: t.local_name().into(),
         metadata: t.local_metadata(),
         endpoint: Endpoint::new("127.0.0.1", port),
+        host: None,
     }
 }
 
@@ -59,6 +60,7 @@ impl Pair {
             item_len: PAGE,
             src_stride: PAGE,
             dst_stride: PAGE,
+            dst_kind: Default::default(),
         };
         let runs = pages.iter().map(|&(src, dst)| Run { src, dst, count: 1 }).collect();
         let plan = WritePlan::new([PlanGroup { entries: Arc::from([entry]), runs }]);
@@ -278,6 +280,7 @@ fn cat_f78_memory_registered_anew_refuses_the_old_key() {
         item_len: 64,
         src_stride: 64,
         dst_stride: 64,
+        dst_kind: Default::default(),
     };
     let runs = Arc::from([Run { src: 0, dst: 0, count: 1 }]);
     let plan = WritePlan::new([PlanGroup { entries: Arc::from([entry]), runs }]);

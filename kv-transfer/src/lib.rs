@@ -6,6 +6,7 @@
 //! | feature | transport | needs |
 //! |---|---|---|
 //! | `tcp` (default) | [`tcp`]: host memory; same host by the kernel's vectored copy, across hosts by striped TCP | nothing |
+//! | `nixl` | [`nixl`]: host and device memory over NIXL and UCX; speaks with SGLang's NIXL workers | `libnixl_capi.so` 1.5 at run time (`pip install nixl-cu12==1.5.1`); building needs nothing |
 //!
 //! # Both sides, in short
 //!
@@ -64,3 +65,6 @@ pub use kv_core::*;
 
 #[cfg(feature = "tcp")]
 pub use kv_tcp as tcp;
+
+#[cfg(feature = "nixl")]
+pub use kv_nixl as nixl;

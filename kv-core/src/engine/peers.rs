@@ -3,6 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use crate::host::HostIdentity;
 use crate::ids::PeerId;
 use crate::layout::Pairing;
 use crate::net::Endpoint;
@@ -35,6 +36,8 @@ pub(crate) struct Peer<K> {
     pub(crate) registration: Box<Registration>,
     /// What it said of itself behind its registration: it is ours.
     pub(crate) ext: Option<ExtPeer>,
+    /// Which process it is, if it said so.
+    pub(crate) host: Option<HostIdentity>,
     /// Of its registration, for tags.
     pub(crate) geometry: u64,
     pub(crate) pairing: Option<Arc<Pairing>>,

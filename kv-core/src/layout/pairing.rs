@@ -7,7 +7,7 @@ use super::{
     AttentionKind, CompressedList, EntryRef, LayoutError, LocalLayout, PeerLayout, Unsupported,
     build_transfer_entry_pairs, compressed_offsets, mha_pairs, mla_pairs,
 };
-use crate::memory::RegisteredRegion;
+use crate::memory::{MemoryKind, RegisteredRegion};
 use crate::plan::EntryPair;
 
 /// Page numbers on the wire are i32.
@@ -195,7 +195,8 @@ fn pair_kv(
         }
         let dst_addr = peer.kv[j as usize];
         dst_bound = dst_bound.min(addressable(EntryRef::Kv(j), dst_addr, src.item_len)?);
-        out.push(entry_pair(src, i, j, dst_addr));
+        let kind = peer.kv_kinds.get(j as usize).copied().unwrap_or_default();
+        out.push(entry_pair(src, (i, j), dst_addr, kind));
     }
     Ok((out, (src_bound, dst_bound)))
 }
@@ -212,7 +213,8 @@ fn pair_aux(local: &LocalLayout, peer: &PeerLayout) -> Result<(Vec<EntryPair>, (
             return Err(mismatch("aux row bytes", src.item_len, theirs));
         }
         dst_bound = dst_bound.min(addressable(EntryRef::Aux(i), dst_addr, src.item_len)?);
-        out.push(entry_pair(src, i, i, dst_addr));
+        // Metadata rows are in host memory at every peer.
+        out.push(entry_pair(src, (i, i), dst_addr, MemoryKind::Dram));
     }
     Ok((out, (src_bound, dst_bound)))
 }
@@ -225,7 +227,12 @@ fn addressable(entry: EntryRef, addr: u64, item_len: u64) -> Result<u64, LayoutE
     }
 }
 
-fn entry_pair(src: &super::EntryDesc, src_entry: u32, dst_entry: u32, dst_addr: u64) -> EntryPair {
+fn entry_pair(
+    src: &super::EntryDesc,
+    (src_entry, dst_entry): (u32, u32),
+    dst_addr: u64,
+    dst_kind: MemoryKind,
+) -> EntryPair {
     EntryPair {
         src_entry,
         dst_entry,
@@ -235,6 +242,7 @@ fn entry_pair(src: &super::EntryDesc, src_entry: u32, dst_entry: u32, dst_addr: 
         item_len: src.item_len,
         src_stride: src.item_len,
         dst_stride: src.item_len,
+        dst_kind,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::{EntryRef, LayoutError, Unsupported};
 use crate::limits::Limits;
+use crate::memory::MemoryKind;
 use crate::wire::message::{Buffers, Registration};
 
 /// A decode rank's geometry, checked. Nothing a peer sends is used for an address before it went through here.
@@ -12,6 +13,8 @@ pub struct PeerLayout {
     pub(super) kv_item_lens: Vec<u64>,
     pub(super) kv_slots: Option<u64>,
     pub(super) kv_layer_ids: Vec<u32>,
+    /// One per KV entry.
+    pub(super) kv_kinds: Vec<MemoryKind>,
     pub(super) aux: Vec<u64>,
     pub(super) aux_item_lens: Vec<u64>,
     pub(super) aux_slots: Option<u64>,
@@ -80,11 +83,16 @@ impl PeerLayout {
                 return Err(LayoutError::AddressOverflow { entry: EntryRef::Kv(i), addr, len });
             }
         }
+        let kv_kinds = match (r.kv_kinds.is_empty(), u32::try_from(r.gpu_id)) {
+            (true, Ok(device)) => vec![MemoryKind::Vram { device }; kv.len()],
+            _ => r.kv_kinds.clone(),
+        };
         Ok(Self {
             kv,
             kv_item_lens,
             kv_slots: r.kv_slots,
             kv_layer_ids: r.kv_layer_ids.clone(),
+            kv_kinds,
             aux,
             aux_item_lens: Vec::new(),
             aux_slots: None,

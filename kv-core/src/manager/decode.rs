@@ -9,6 +9,7 @@ use crate::control::zmq::PushRole;
 use crate::directory::{DecodeProfile, DirectoryConfig, HeartbeatConfig, HttpDirectory};
 use crate::engine::{DecodeCommand, DecodeShard, DecodeShardConfig, RoomEvent, Stats, StatsSnapshot};
 use crate::hooks::ManagerHooks;
+use crate::host::HostIdentity;
 use crate::ids::Room;
 use crate::layout::LocalLayout;
 use crate::net::Endpoint;
@@ -73,6 +74,7 @@ impl DecodeManager {
             }),
             inbound_dead: Arc::new(move |process| inbound.inbound_dead(process)),
             extension: hooks.extension().then(ExtPeer::here),
+            host: Some(HostIdentity::local()),
             endpoint: core.endpoint.clone(),
             name: name.clone(),
             freed: Arc::new(move |room| freed.freed(room)),

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use crate::ids::RegionId;
+use crate::memory::MemoryKind;
 
 pub use flat::{flat_indices, kind_segments};
 pub use planner::Planner;
@@ -37,6 +38,8 @@ pub struct EntryPair {
     pub src_stride: u64,
     /// Bytes from one item to the next there.
     pub dst_stride: u64,
+    /// Host or device memory there.
+    pub dst_kind: MemoryKind,
 }
 
 impl EntryPair {

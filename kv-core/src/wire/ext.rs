@@ -14,6 +14,7 @@ use super::frames::unsupported;
 use super::message::{WireError, WireErrorKind};
 use super::pack::shown;
 use crate::control::Multipart;
+use crate::host::HostIdentity;
 use crate::ids::ProcessGeneration;
 
 /// What the extension's frame begins with. No frame of 0.5.23 begins so where an extension can stand.
@@ -32,6 +33,7 @@ const FIELD_LIFE: u8 = 2;
 const FIELD_TAG: u8 = 3;
 const FIELD_AUX_WRITER: u8 = 4;
 const FIELD_REGISTER_AGAIN: u8 = 5;
+const FIELD_HOST: u8 = 6;
 
 /// What a process of ours can do: a set of bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -127,12 +129,14 @@ pub struct Extension {
     pub aux_writer: Option<bool>,
     /// With Failed: prefill does not know this decode (any more), which must register before it sends metadata again.
     pub register_again: bool,
+    /// With a registration: where the process runs, so that a peer on its host can see it end.
+    pub host: Option<HostIdentity>,
 }
 
 impl Extension {
     /// Only who speaks.
     pub const fn from(from: ExtPeer) -> Self {
-        Self { from, to: None, room_generation: None, tag: None, aux_writer: None, register_again: false }
+        Self { from, to: None, room_generation: None, tag: None, aux_writer: None, register_again: false, host: None }
     }
 
     /// As a frame.
@@ -143,7 +147,7 @@ impl Extension {
         out.extend_from_slice(&self.from.capabilities.0.to_le_bytes());
         out.extend_from_slice(&self.from.process.0.to_le_bytes());
         let mut field = |kind: u8, bytes: &[u8]| {
-            // The longest field has 21 bytes.
+            // The longest field has 40 bytes.
             out.extend_from_slice(&[kind, bytes.len() as u8]);
             out.extend_from_slice(bytes);
         };
@@ -166,6 +170,9 @@ impl Extension {
         }
         if self.register_again {
             field(FIELD_REGISTER_AGAIN, &[]);
+        }
+        if let Some(host) = self.host {
+            field(FIELD_HOST, &host.to_bytes());
         }
         Bytes::from(out)
     }
@@ -219,6 +226,7 @@ impl Extension {
                 self.aux_writer = Some(writer != 0);
             }
             FIELD_REGISTER_AGAIN => self.register_again = true,
+            FIELD_HOST => self.host = Some(HostIdentity::from_bytes(take(bytes)?)),
             _ => return Some(()),
         }
         bytes.is_empty().then_some(())

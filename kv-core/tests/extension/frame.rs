@@ -2,6 +2,7 @@
 
 use bytes::Bytes;
 use kv_core::control::Multipart;
+use kv_core::host::HostIdentity;
 use kv_core::ids::ProcessGeneration;
 use kv_core::wire::ext::{MAGIC, MAX_LEN};
 use kv_core::wire::*;
@@ -25,14 +26,16 @@ fn any_extension() -> impl Strategy<Value = Extension> {
         option::of(tag),
         option::of(any::<bool>()),
         any::<bool>(),
+        option::of(any::<[[u8; 20]; 2]>()),
     );
-    (peer(), fields).prop_map(|(from, (to, room_generation, tag, aux_writer, register_again))| Extension {
+    (peer(), fields).prop_map(|(from, (to, room_generation, tag, aux_writer, register_again, host))| Extension {
         from,
         to: to.map(ProcessGeneration),
         room_generation,
         tag: tag.map(|(head, pages, count, wrote_aux)| RoomTag { head, pages, count, wrote_aux }),
         aux_writer,
         register_again,
+        host: host.and_then(|h| h.concat().try_into().ok()).map(HostIdentity::from_bytes),
     })
 }
 

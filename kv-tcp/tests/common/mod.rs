@@ -52,6 +52,7 @@ impl Side {
             name: self.transport.local_name().to_owned(),
             metadata: self.transport.local_metadata(),
             endpoint: Endpoint::new("127.0.0.1", endpoint_port),
+            host: None,
         }
     }
 
@@ -199,6 +200,7 @@ pub fn entry(region: RegionId, src_offset: u64, dst_addr: u64, item_len: u64) ->
         item_len,
         src_stride: item_len,
         dst_stride: item_len,
+        dst_kind: Default::default(),
     }
 }
 
@@ -312,6 +314,7 @@ impl Other {
             name: String::new(),
             metadata: Vec::new().into(),
             endpoint: Endpoint::new("127.0.0.1", port),
+            host: None,
         };
         let mut other = Self { child, stdin, stdout, base: 0, descriptor };
         let line = other.hear();

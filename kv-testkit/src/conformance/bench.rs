@@ -185,6 +185,7 @@ impl<'a> Bench<'a> {
             item_len,
             src_stride: item_len,
             dst_stride: item_len,
+            dst_kind: Default::default(),
         }
     }
 

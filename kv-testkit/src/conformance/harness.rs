@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::host::HostIdentity;
 use kv_core::ids::PeerId;
 use kv_core::memory::{MemoryKind, MemoryOwner, RegisteredRegion};
 use kv_core::net::Endpoint;
@@ -234,6 +235,7 @@ impl<F: LocalFaults> Target for LocalTarget<F> {
             name: self.transport.local_name().into(),
             metadata: self.transport.local_metadata(),
             endpoint: self.endpoint.clone(),
+            host: Some(HostIdentity::local()),
         })
     }
 

@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::host::HostIdentity;
 use kv_core::net::Endpoint;
 use kv_core::transport::{PeerDescriptor, Transport};
 
@@ -53,7 +54,8 @@ fn answer(target: &mut dyn Target, line: &str) -> Result<String, String> {
         "descriptor" => {
             let d = target.descriptor()?;
             let (name, host) = (hex(d.name.as_bytes()), hex(d.endpoint.host().as_bytes()));
-            Ok(format!("{name} {host} {} {}", d.endpoint.port(), hex(&d.metadata)))
+            let process = d.host.map(|h| hex(&h.to_bytes())).unwrap_or_default();
+            Ok(format!("{name} {host} {} {} {process}", d.endpoint.port(), hex(&d.metadata)))
         }
         "alloc" => target.alloc(number(1)?, number(2)? == 1).map(|b| format!("{} {} {}", b.id, b.addr, b.len)),
         "unregister" => target.unregister(block()?).map(|()| String::new()),
@@ -165,6 +167,7 @@ impl Target for RemoteTarget {
             name: text(0)?,
             endpoint: Endpoint::new(&text(1)?, field(&words, 2)?),
             metadata: unhex(words.get(3).unwrap_or(&""))?.into(),
+            host: unhex(words.get(4).unwrap_or(&""))?.try_into().ok().map(HostIdentity::from_bytes),
         })
     }
 

@@ -38,6 +38,7 @@ impl FakeTransportBuilder {
             submit_blocks: false,
             done_proves_placement: true,
             settles_unresolved: true,
+            unregister_revokes: true,
         };
         Self {
             fabric,

@@ -320,6 +320,7 @@ impl DecodeNode {
             registration: Arc::new(move || registration.clone()),
             inbound_dead: Arc::new(move |process| lock(&known_dead).contains(&process)),
             extension: spec.decode_ext.then(|| process(name)),
+            host: None,
         };
         let shard = DecodeShard::new(config, spec.hooks.clone(), Box::new(directory.clone()), stats.clone());
         let control = net.bind(&endpoint);

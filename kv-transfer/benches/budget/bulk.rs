@@ -185,6 +185,7 @@ fn same_plan(
         item_len: len,
         src_stride: len,
         dst_stride: len,
+        dst_kind: Default::default(),
     };
     let kv = (0..LAYERS).map(|l| entry(l as u32, ours.layer_offset(l), theirs.layer_offset(l), PAGE));
     let mut runs = Vec::new();

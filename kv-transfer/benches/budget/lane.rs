@@ -74,6 +74,7 @@ impl Bare {
             name: text(target, "name")?.to_owned(),
             metadata: numbers(target, "metadata")?.into_iter().map(|b| b as u8).collect::<Vec<_>>().into(),
             endpoint: Endpoint::new(HOST, self.targets),
+            host: None,
         };
         let peer = self.transport.connect(&descriptor)?;
         let path = self.transport.peer_path(peer).ok_or("the peer is gone at once")?;
@@ -123,6 +124,7 @@ fn plan(bare: &Bare, base: u64, page: u64, op: usize) -> Result<WritePlan> {
         item_len: page,
         src_stride: page,
         dst_stride: page,
+        dst_kind: Default::default(),
     };
     Ok(WritePlan::new([PlanGroup { entries: (0..ENTRIES).map(entry).collect(), runs: runs.into() }]))
 }

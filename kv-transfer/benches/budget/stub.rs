@@ -69,6 +69,7 @@ impl Stub {
                 submit_blocks: false,
                 done_proves_placement: true,
                 settles_unresolved: true,
+                unregister_revokes: true,
             },
             strings: Arc::new(Strings {
                 wake: EventFd::new(false)?,

@@ -12,6 +12,7 @@ use super::{MalformedLog, NextWake, RoomFreed, RoomShared, Stats};
 use crate::control::{ControlEvent, ControlPlane, Multipart};
 use crate::directory::{Directory, DirectoryEvent, DirectoryRequest, PrefillPeers, PrefillRecord};
 use crate::hooks::ManagerHooks;
+use crate::host::HostIdentity;
 use crate::ids::{PrefillRank, ProcessGeneration, Room};
 use crate::limits::Limits;
 use crate::mutants::mutant;
@@ -78,6 +79,8 @@ pub struct DecodeShardConfig {
     pub inbound_dead: Arc<dyn Fn(ProcessGeneration) -> bool + Send + Sync>,
     /// What we say of ourselves to peers of ours (H4); `None`: to everybody exactly what 0.5.23 says.
     pub extension: Option<ExtPeer>,
+    /// Which process this is, for prefill ranks of ours.
+    pub host: Option<HostIdentity>,
 }
 
 /// What a decode shard holds.
@@ -419,7 +422,9 @@ impl DecodeShard {
     ) -> Result<Multipart, WireError> {
         let mut message = message.clone();
         if let (Some(us), Some(peer)) = (self.config.extension, to.ext) {
-            let ext = Extension { to: Some(peer.process), room_generation: life, aux_writer, ..Extension::from(us) };
+            let host = self.config.host.filter(|_| kind == MessageKind::Registration);
+            let to = Some(peer.process);
+            let ext = Extension { to, room_generation: life, aux_writer, host, ..Extension::from(us) };
             self.hooks.dialect().attach_extension(kind, &mut message, &ext)?;
         }
         Ok(message)

@@ -55,6 +55,7 @@ impl PrefillShard {
         ext: Option<Extension>,
         control: &mut dyn ControlPlane,
     ) {
+        let host = ext.as_ref().and_then(|e| e.host);
         let ext = ext.map(|e| e.from);
         let Some(name) = self.hooks.peer_name(&r) else { return self.stats.protocol_violations.inc() };
         let name: Arc<str> = name.into();
@@ -107,6 +108,7 @@ impl PrefillShard {
                 geometry: geometry(&r),
                 registration: r,
                 ext,
+                host,
                 pairing,
                 link,
                 posts,
@@ -127,8 +129,12 @@ impl PrefillShard {
     pub(super) fn connect(&mut self, name: &Arc<str>) {
         let Some(peer) = self.peers.get(name) else { return };
         let r = &peer.registration;
-        let descriptor =
-            PeerDescriptor { name: name.to_string(), metadata: r.metadata.clone(), endpoint: r.endpoint.clone() };
+        let descriptor = PeerDescriptor {
+            name: name.to_string(),
+            metadata: r.metadata.clone(),
+            endpoint: r.endpoint.clone(),
+            host: peer.host,
+        };
         let token = self.peers.connecting(name);
         self.connector.connect(token, descriptor);
     }

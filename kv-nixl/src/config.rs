@@ -1,0 +1,62 @@
+//! How a transport is set up.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Settings of a [`NixlTransport`](crate::NixlTransport).
+#[derive(Clone, Debug)]
+pub struct NixlConfig {
+    /// `libnixl_capi.so`; `None`: looked for (see [`nixl_capi_sys::places`]).
+    pub library: Option<PathBuf>,
+    /// The NIXL backend.
+    pub backend: String,
+    /// Longest time between two sweeps of the library's progress thread, which also wakes for every event. Never 0:
+    /// the thread would spin on a whole core.
+    pub progress_delay: Duration,
+    /// UCX workers. Each posting thread (a manager's shard) uses one of them; with fewer workers than shards, posts of
+    /// different shards wait for each other.
+    pub workers: u32,
+    /// Largest op in bytes. A post between processes of one host copies before it returns: this bounds how long other
+    /// rooms of the shard wait.
+    pub max_op_bytes: u64,
+    /// Ops in flight, of one lane.
+    pub max_ops_in_flight: usize,
+    /// An op that is still in progress after this time is reported unresolved, and looked at further: a stopped peer's
+    /// kernel keeps connections alive for ever, so nothing else would say that it hangs.
+    pub op_timeout: Duration,
+    /// What UCX does when a peer fails.
+    pub errors: PeerErrors,
+    /// More parameters of the backend, as NIXL names them (`ucx_devices`, `engine_config`, ..).
+    pub parameters: Vec<(String, String)>,
+    /// Longest metadata of a peer that is read, bytes.
+    pub max_metadata_bytes: usize,
+}
+
+/// What UCX does when a peer fails (`ucx_error_handling_mode`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PeerErrors {
+    /// It notices, and fails the transfers. Shared-memory transports cannot, and are not used: copies on one host go by
+    /// the kernel (CMA).
+    #[default]
+    Noticed,
+    /// It does not. Over shared memory a transfer to a dead peer stays in progress for ever; only where the peer runs on
+    /// this host, and says which process it is, do we see its end.
+    Ignored,
+}
+
+impl Default for NixlConfig {
+    fn default() -> Self {
+        Self {
+            library: None,
+            backend: "UCX".into(),
+            progress_delay: Duration::from_millis(100),
+            workers: 1,
+            max_op_bytes: 4 << 20,
+            max_ops_in_flight: 1024,
+            op_timeout: Duration::from_secs(30),
+            errors: PeerErrors::default(),
+            parameters: Vec::new(),
+            max_metadata_bytes: 16 << 20,
+        }
+    }
+}

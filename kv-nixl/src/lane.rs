@@ -1,0 +1,523 @@
+//! A lane: one shard's posts, and how they stand.
+//!
+//! The library gives no descriptor to sleep on and calls nobody back, so transfers in progress are looked at by time: a
+//! timer in the lane's wake descriptor, short while an end is near, longer the longer nothing ends. A copy between
+//! processes of one host is over when its post returns, and is never looked at.
+
+use std::borrow::Cow;
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use kv_core::ids::PeerId;
+use kv_core::memory::{MemoryKind, RegisteredRegion};
+use kv_core::plan::{EntryPair, PlanGroup, Span, WritePlan};
+use kv_core::transport::{
+    Lane, LaneEvent, Outcome, Settlement, SubmitError, TransportError, TransportErrorKind as ErrorKind, WriteOp,
+};
+use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
+use smallvec::SmallVec;
+
+use crate::agent::{Code, Progress, Request};
+use crate::peer::{Peer, State};
+use crate::stats;
+use crate::transport::{Core, lock};
+
+/// While nothing ends, the time to the next look grows from the first to the last of these.
+const FIRST_LOOK: Duration = Duration::from_micros(10);
+const LAST_LOOK: Duration = Duration::from_micros(100);
+/// Ops beyond their time are looked at this often.
+const OVERDUE_LOOK: Duration = Duration::from_millis(10);
+/// Ops of one peer that are found in progress before the others of it are left for the next look: they mostly end in the
+/// order in which they began.
+const IN_PROGRESS_SEEN: usize = 4;
+
+/// What other threads tell a lane.
+pub(crate) struct LaneShared {
+    wake: OwnedFd,
+    woken: AtomicBool,
+    changed: Mutex<Vec<Arc<Peer>>>,
+}
+
+impl LaneShared {
+    pub fn new() -> io::Result<Arc<Self>> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Arc::new(Self { wake, woken: AtomicBool::new(false), changed: Mutex::default() }))
+    }
+
+    /// Something about a peer has changed.
+    pub fn changed(&self, peer: &Arc<Peer>) {
+        lock(&self.changed).push(Arc::clone(peer));
+        self.signal();
+    }
+
+    /// Make the wake descriptor readable until the next poll.
+    fn signal(&self) {
+        if !self.woken.swap(true, Ordering::AcqRel) {
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn take(&self) -> Vec<Arc<Peer>> {
+        if self.woken.swap(false, Ordering::AcqRel) {
+            let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
+        }
+        std::mem::take(&mut *lock(&self.changed))
+    }
+}
+
+/// An op that was posted, with its transfers: one for each pair of memory kinds.
+pub(crate) struct Flight {
+    pub op: WriteOp,
+    pub peer: Arc<Peer>,
+    pub requests: SmallVec<[Request; 1]>,
+    since: Instant,
+}
+
+pub(crate) struct NixlLane {
+    core: Arc<Core>,
+    shared: Arc<LaneShared>,
+    wake: OwnedFd,
+    timer: OwnedFd,
+    /// In progress, oldest first.
+    flying: HashMap<PeerId, VecDeque<Flight>>,
+    in_flight: usize,
+    /// In progress beyond their time: reported unresolved, and looked at further.
+    overdue: Vec<Flight>,
+    /// Failed: nothing but the death of the peer proves anything about them.
+    retained: Vec<Flight>,
+    news: Vec<LaneEvent>,
+    look: Duration,
+    next_overdue_look: Instant,
+    armed: bool,
+}
+
+impl NixlLane {
+    pub fn new(core: Arc<Core>, shared: Arc<LaneShared>) -> io::Result<Self> {
+        let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
+        let wake = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        for fd in [shared.wake.as_fd(), timer.as_fd()] {
+            epoll::add(&wake, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        }
+        Ok(Self {
+            core,
+            shared,
+            wake,
+            timer,
+            flying: HashMap::new(),
+            in_flight: 0,
+            overdue: Vec::new(),
+            retained: Vec::new(),
+            news: Vec::new(),
+            look: FIRST_LOOK,
+            next_overdue_look: Instant::now(),
+            armed: false,
+        })
+    }
+
+    /// The transfers of an op, not started.
+    fn lower(&self, op: &WriteOp, peer: &Peer) -> Result<SmallVec<[Request; 1]>, TransportError> {
+        let invalid = |text: String| TransportError::new(ErrorKind::InvalidArgument, text);
+        if let Some(foreign) = op.regions.iter().find(|r| !self.core.is_ours(r)) {
+            return Err(invalid(format!("{foreign:?} is not registered with this agent")));
+        }
+        let (total, most) = (op.plan.total_bytes(), self.core.config.max_op_bytes.max(1));
+        if total > most {
+            return Err(invalid(format!("an op of {total} bytes; at most {most}")));
+        }
+        let agent = &self.core.agent;
+        let list = |memory| agent.list(memory).map_err(|code| refused(peer, code));
+        let mut requests = SmallVec::<[Request; 1]>::new();
+        for part in parts(op) {
+            let (mut local, mut remote, mut any) = (list(part.source)?, list(part.target)?, false);
+            let mut pieces = Pieces { regions: &op.regions, last: None };
+            let mut add = |piece: Option<Piece>| {
+                let Some(piece) = piece else { return Ok(()) };
+                any = true;
+                local.add(piece.from, piece.len).and_then(|()| remote.add(piece.to, piece.len))
+            };
+            let mut failed = None;
+            part.plan.for_each_span(|span| {
+                if failed.is_none() {
+                    failed = match pieces.push(&span) {
+                        Ok(piece) => add(piece).err().map(|code| refused(peer, code)),
+                        Err(text) => Some(invalid(text)),
+                    };
+                }
+            });
+            let failed = failed.or_else(|| add(pieces.last.take()).err().map(|code| refused(peer, code)));
+            let made = match failed {
+                Some(error) => Err(error),
+                None if any => agent.create(&peer.name, &local, &remote).map(Some).map_err(|code| refused(peer, code)),
+                None => Ok(None),
+            };
+            match made {
+                Ok(request) => requests.extend(request),
+                Err(error) => {
+                    // None of them was started.
+                    requests.into_iter().for_each(|r| agent.release(r));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(requests)
+    }
+
+    fn tell(&mut self, event: LaneEvent) {
+        self.news.push(event);
+        self.shared.signal();
+    }
+
+    /// Post the transfers of an accepted op, and sort it by how they stand.
+    #[allow(clippy::result_large_err)] // the op comes back whole, so that nothing is lost
+    fn post(&mut self, op: WriteOp, peer: Arc<Peer>, mut requests: SmallVec<[Request; 1]>) -> Result<(), SubmitError> {
+        let counters = &self.core.counters;
+        let (mut started, mut failed) = (0, None);
+        let mut going: SmallVec<[Request; 1]> = SmallVec::new();
+        let mut rest = requests.drain(..);
+        for request in rest.by_ref() {
+            match self.core.agent.post(&request) {
+                Progress::Done => self.core.agent.release(request),
+                Progress::Going => going.push(request),
+                // The library knows the peer under another generation by now, and has started nothing.
+                Progress::Failed(code) if code.0 == nixl_capi_sys::status::NOT_FOUND && started == 0 => {
+                    self.core.agent.release(request);
+                    rest.for_each(|r| self.core.agent.release(r));
+                    let text = format!("{} was replaced", peer.name.to_string_lossy());
+                    return Err(SubmitError::Rejected(op, TransportError::new(ErrorKind::PeerLost, text)));
+                }
+                Progress::Failed(code) => {
+                    // Parts of it may be on their way.
+                    going.push(request);
+                    failed = Some(code);
+                    break;
+                }
+            }
+            started += 1;
+        }
+        // Behind a failure: never started.
+        rest.for_each(|r| self.core.agent.release(r));
+        stats::add(&counters.ops_submitted, 1);
+        stats::add(&counters.bytes_submitted, op.plan.total_bytes());
+        if failed.is_none() && going.is_empty() {
+            stats::add(&counters.ops_done, 1);
+            self.tell(LaneEvent::Outcome(op.id, Outcome::Done));
+            return Ok(());
+        }
+        peer.open.fetch_add(1, Ordering::SeqCst);
+        let flight = Flight { op, peer, requests: going, since: Instant::now() };
+        if let Some(code) = failed {
+            self.fail(flight, code);
+        } else {
+            self.in_flight += 1;
+            self.look = FIRST_LOOK;
+            self.flying.entry(flight.peer.id).or_default().push_back(flight);
+            self.arm();
+        }
+        Ok(())
+    }
+
+    /// A transfer of it failed. That proves nothing, about the others of the op nor about the parts of this one.
+    fn fail(&mut self, flight: Flight, code: Code) {
+        let text = format!("write to {}: {}", flight.peer.name.to_string_lossy(), code.name());
+        let error = TransportError::new(ErrorKind::Backend, text);
+        self.unresolved(&flight, error.clone());
+        let peer = Arc::clone(&flight.peer);
+        self.retained.push(flight);
+        self.core.lose(&peer, error);
+    }
+
+    fn unresolved(&mut self, flight: &Flight, error: TransportError) {
+        stats::add(&self.core.counters.ops_unresolved, 1);
+        stats::add(&self.core.counters.ops_retained, 1);
+        self.tell(LaneEvent::Outcome(flight.op.id, Outcome::Unresolved { error }));
+    }
+
+    /// Proof came for an op that was reported unresolved.
+    fn settle(&mut self, flight: Flight, settlement: Settlement) {
+        stats::add(&self.core.counters.ops_settled, 1);
+        stats::sub(&self.core.counters.ops_retained, 1);
+        self.tell(LaneEvent::Settlement(flight.op.id, settlement));
+        let peer = Arc::clone(&flight.peer);
+        self.core.bury(flight);
+        self.ended(&peer);
+    }
+
+    fn ended(&self, peer: &Arc<Peer>) {
+        peer.open.fetch_sub(1, Ordering::SeqCst);
+        self.core.forget_if_over(peer);
+    }
+
+    /// How the transfers of an op stand: done ones are let go of; all are looked at.
+    fn sweep(core: &Core, flight: &mut Flight) -> Progress {
+        let mut worst = Progress::Done;
+        let mut left: SmallVec<[Request; 1]> = SmallVec::new();
+        for request in flight.requests.drain(..) {
+            match core.agent.status(&request) {
+                Progress::Done => core.agent.release(request),
+                Progress::Going => {
+                    left.push(request);
+                    if worst == Progress::Done {
+                        worst = Progress::Going;
+                    }
+                }
+                failed @ Progress::Failed(_) => {
+                    left.push(request);
+                    worst = failed;
+                }
+            }
+        }
+        flight.requests = left;
+        worst
+    }
+
+    /// Look at what is in progress. Whether anything ended.
+    fn look_at(&mut self, now: Instant) -> bool {
+        let mut ended = Vec::new();
+        let timeout = self.core.config.op_timeout;
+        for queue in self.flying.values_mut() {
+            let (mut seen, mut at) = (0, 0);
+            while at < queue.len() && seen < IN_PROGRESS_SEEN {
+                match Self::sweep(&self.core, &mut queue[at]) {
+                    Progress::Going if now.duration_since(queue[at].since) < timeout => {
+                        seen += 1;
+                        at += 1;
+                    }
+                    progress => ended.extend(queue.remove(at).map(|f| (f, progress))),
+                }
+            }
+        }
+        self.flying.retain(|_, queue| !queue.is_empty());
+        self.in_flight -= ended.len();
+        let any = !ended.is_empty();
+        for (flight, progress) in ended {
+            match progress {
+                Progress::Done => {
+                    stats::add(&self.core.counters.ops_done, 1);
+                    self.tell(LaneEvent::Outcome(flight.op.id, Outcome::Done));
+                    self.ended(&flight.peer);
+                }
+                Progress::Failed(code) => self.fail(flight, code),
+                Progress::Going => {
+                    let name = flight.peer.name.to_string_lossy();
+                    let text = format!("write to {name} is still in progress after {timeout:?}");
+                    self.unresolved(&flight, TransportError::new(ErrorKind::Timeout, text));
+                    self.overdue.push(flight);
+                }
+            }
+        }
+        any
+    }
+
+    fn look_at_overdue(&mut self, now: Instant) {
+        if self.overdue.is_empty() || now < self.next_overdue_look {
+            return;
+        }
+        self.next_overdue_look = now + OVERDUE_LOOK;
+        for mut flight in std::mem::take(&mut self.overdue) {
+            match Self::sweep(&self.core, &mut flight) {
+                Progress::Done => self.settle(flight, Settlement::Settled { src_quiet: true, dst_quiet: true }),
+                Progress::Going => self.overdue.push(flight),
+                Progress::Failed(code) => {
+                    let text = format!("write to {}: {}", flight.peer.name.to_string_lossy(), code.name());
+                    let peer = Arc::clone(&flight.peer);
+                    self.retained.push(flight);
+                    self.core.lose(&peer, TransportError::new(ErrorKind::Backend, text));
+                }
+            }
+        }
+    }
+
+    /// The state of a peer has changed: tell it, and what follows from it.
+    fn changed(&mut self, peer: &Arc<Peer>) {
+        let (error, dead) = match peer.state() {
+            State::Live => return,
+            State::Lost(e) => (e, false),
+            State::Dead(e) => (e, true),
+        };
+        if !peer.closing.load(Ordering::Acquire) {
+            self.tell(LaneEvent::PeerLost(peer.id, error.clone()));
+        }
+        if !dead {
+            return;
+        }
+        for mut flight in self.flying.remove(&peer.id).into_iter().flatten() {
+            self.in_flight -= 1;
+            if Self::sweep(&self.core, &mut flight) == Progress::Done {
+                stats::add(&self.core.counters.ops_done, 1);
+                self.tell(LaneEvent::Outcome(flight.op.id, Outcome::Done));
+                self.ended(peer);
+            } else {
+                self.unresolved(&flight, error.clone());
+                self.retained.push(flight);
+            }
+        }
+        let theirs = |f: &mut Flight| f.peer.id == peer.id;
+        let mut settled: Vec<Flight> = self.retained.extract_if(.., theirs).collect();
+        settled.extend(self.overdue.extract_if(.., theirs));
+        for flight in settled {
+            self.settle(flight, Settlement::PeerGenerationDead);
+        }
+    }
+
+    /// Have the wake descriptor say when to look next.
+    fn arm(&mut self) {
+        let next = match (self.in_flight > 0, self.overdue.is_empty()) {
+            (true, _) => Some(self.look),
+            (false, false) => Some(OVERDUE_LOOK),
+            (false, true) => None,
+        };
+        if next.is_none() && !self.armed {
+            return;
+        }
+        let at = next.map_or(Timespec::default(), |d| Timespec { tv_sec: 0, tv_nsec: d.subsec_nanos().max(1).into() });
+        let timer = Itimerspec { it_interval: Timespec::default(), it_value: at };
+        if let Err(e) = timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &timer) {
+            tracing::error!(error = %e, "a lane's timer cannot be set");
+        }
+        self.armed = next.is_some();
+    }
+}
+
+/// What of an op goes from one kind of memory to one kind of memory: a transfer of its own.
+struct Part<'a> {
+    source: MemoryKind,
+    target: MemoryKind,
+    plan: Cow<'a, WritePlan>,
+}
+
+fn parts(op: &WriteOp) -> SmallVec<[Part<'_>; 1]> {
+    let source =
+        |e: &EntryPair| op.regions.iter().find(|r| r.id() == e.src_region).map_or(MemoryKind::Dram, |r| r.kind());
+    let mut kinds = SmallVec::<[(MemoryKind, MemoryKind); 1]>::new();
+    for entry in op.plan.groups().iter().flat_map(|g| g.entries.iter()) {
+        let pair = (source(entry), entry.dst_kind);
+        if !kinds.contains(&pair) {
+            kinds.push(pair);
+        }
+    }
+    let whole = kinds.len() == 1;
+    let part = |(from, to): (MemoryKind, MemoryKind)| {
+        let of_it = |g: &PlanGroup| PlanGroup {
+            entries: g.entries.iter().filter(|e| (source(e), e.dst_kind) == (from, to)).copied().collect(),
+            runs: Arc::clone(&g.runs),
+        };
+        let plan = if whole {
+            Cow::Borrowed(&op.plan)
+        } else {
+            Cow::Owned(WritePlan::new(op.plan.groups().iter().map(of_it)))
+        };
+        Part { source: from, target: to, plan }
+    };
+    kinds.into_iter().map(part).collect()
+}
+
+/// One range here that goes to one range there.
+#[derive(Clone, Copy)]
+struct Piece {
+    from: u64,
+    to: u64,
+    len: u64,
+}
+
+/// Turns spans to pieces: neighbours on both sides are one.
+struct Pieces<'a> {
+    regions: &'a [Arc<RegisteredRegion>],
+    last: Option<Piece>,
+}
+
+impl Pieces<'_> {
+    /// One more span; the piece that it does not continue.
+    fn push(&mut self, span: &Span) -> Result<Option<Piece>, String> {
+        let region = self
+            .regions
+            .iter()
+            .find(|r| r.id() == span.src_region)
+            .ok_or_else(|| format!("region {} is not among those the op holds", span.src_region))?;
+        if span.src_offset.checked_add(span.len).is_none_or(|end| end > region.len()) {
+            return Err(format!("{} bytes at {} of {region:?}", span.len, span.src_offset));
+        }
+        if span.dst_addr.checked_add(span.len).is_none() {
+            return Err(format!("{} bytes at {:#x} of the peer", span.len, span.dst_addr));
+        }
+        if span.len == 0 {
+            return Ok(None);
+        }
+        let (from, to, len) = (region.addr() + span.src_offset, span.dst_addr, span.len);
+        match &mut self.last {
+            Some(last) if last.from + last.len == from && last.to + last.len == to => {
+                last.len += len;
+                Ok(None)
+            }
+            last => Ok(last.replace(Piece { from, to, len })),
+        }
+    }
+}
+
+fn refused(peer: &Peer, code: Code) -> TransportError {
+    let name = peer.name.to_string_lossy();
+    let text = format!(
+        "NIXL refuses a write to {name}: {} (a range that it did not register, or not yet when it was connected)",
+        code.name()
+    );
+    TransportError::new(ErrorKind::Refused, text)
+}
+
+impl Lane for NixlLane {
+    fn submit(&mut self, op: WriteOp) -> Result<(), SubmitError> {
+        let peer = match self.core.peer(op.peer) {
+            Some(peer) if peer.live() && !peer.closing.load(Ordering::Acquire) => peer,
+            _ => {
+                let error = TransportError::new(ErrorKind::PeerLost, format!("peer {} is not connected", op.peer));
+                return Err(SubmitError::Rejected(op, error));
+            }
+        };
+        if self.in_flight >= self.core.config.max_ops_in_flight {
+            return Err(SubmitError::Busy(op));
+        }
+        match self.lower(&op, &peer) {
+            Ok(requests) => self.post(op, peer, requests),
+            Err(error) => Err(SubmitError::Rejected(op, error)),
+        }
+    }
+
+    fn poll(&mut self, out: &mut Vec<LaneEvent>) {
+        for peer in self.shared.take() {
+            self.changed(&peer);
+        }
+        if self.in_flight > 0 || !self.overdue.is_empty() {
+            let now = Instant::now();
+            self.look = if self.look_at(now) { FIRST_LOOK } else { (self.look * 2).min(LAST_LOOK) };
+            self.look_at_overdue(now);
+        }
+        if self.armed {
+            let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
+        }
+        self.arm();
+        // Losses that this very call noticed are told with it.
+        for peer in self.shared.take() {
+            self.changed(&peer);
+        }
+        out.append(&mut self.news);
+    }
+
+    fn wake_fd(&self) -> Option<RawFd> {
+        Some(self.wake.as_raw_fd())
+    }
+}
+
+impl Drop for NixlLane {
+    fn drop(&mut self) {
+        // What may still be in use outlives the lane.
+        let flying = std::mem::take(&mut self.flying).into_values().flatten();
+        let left = flying.chain(std::mem::take(&mut self.overdue)).chain(std::mem::take(&mut self.retained));
+        self.core.adopt(left.collect());
+        self.core.lane_gone();
+    }
+}

@@ -1,0 +1,75 @@
+//! One generation of a peer we write to.
+
+use std::ffi::CString;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use kv_core::host::{HostIdentity, ProcessHandle};
+use kv_core::ids::PeerId;
+use kv_core::net::Endpoint;
+use kv_core::transport::TransportError;
+
+/// How a generation stands.
+#[derive(Clone, Debug)]
+pub(crate) enum State {
+    /// The library knows it; writes can be posted.
+    Live,
+    /// An error, or a successor: nothing more is posted, and nothing is proven about what was.
+    Lost(TransportError),
+    /// Its process has ended and our endpoint to it is closed: nothing can land any more.
+    Dead(TransportError),
+}
+
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub id: PeerId,
+    pub name: CString,
+    pub endpoint: Endpoint,
+    pub host: Option<HostIdentity>,
+    /// The process itself, when it runs on our host.
+    pub process: Option<ProcessHandle>,
+    /// What the library last loaded for it.
+    pub metadata: Mutex<Bytes>,
+    /// Ops in flight or not settled.
+    pub open: AtomicUsize,
+    /// Let go of by the manager.
+    pub closing: AtomicBool,
+    state: Mutex<State>,
+}
+
+impl Peer {
+    #[allow(clippy::too_many_arguments)] // made in one place
+    pub fn new(
+        id: PeerId,
+        name: CString,
+        endpoint: Endpoint,
+        host: Option<HostIdentity>,
+        process: Option<ProcessHandle>,
+        metadata: Bytes,
+    ) -> Self {
+        Self {
+            id,
+            name,
+            endpoint,
+            host,
+            process,
+            metadata: Mutex::new(metadata),
+            open: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            state: Mutex::new(State::Live),
+        }
+    }
+
+    pub fn lock_state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn state(&self) -> State {
+        self.lock_state().clone()
+    }
+
+    pub fn live(&self) -> bool {
+        matches!(*self.lock_state(), State::Live)
+    }
+}

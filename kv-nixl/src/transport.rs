@@ -1,0 +1,499 @@
+//! The transport: what its threads share, and the [`Transport`] contract.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use bytes::Bytes;
+use kv_core::host::HostIdentity;
+use kv_core::ids::{PeerId, RegionId};
+use kv_core::memory::{MemoryKind, MemoryOwner, RegisteredRegion};
+use kv_core::transport::{
+    Capabilities, Lane, PeerDescriptor, Transport, TransportError, TransportErrorKind as ErrorKind,
+};
+use nixl_capi_sys::Api;
+
+use crate::agent::{Agent, Registration};
+use crate::config::NixlConfig;
+use crate::environment::prepare_environment;
+use crate::keeper::Keeper;
+use crate::lane::{Flight, LaneShared, NixlLane};
+use crate::metadata::{self, EndsEarly};
+use crate::peer::{Peer, State};
+use crate::stats::{self, Counters, Stats};
+
+pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the lanes, the regions and the keeper share. The agent ends with the last of them.
+pub(crate) struct Core {
+    pub agent: Agent,
+    pub config: NixlConfig,
+    pub counters: Counters,
+    name: String,
+    host: HostIdentity,
+    keeper: Keeper,
+    next_peer: AtomicU64,
+    next_region: AtomicU32,
+    peers: Mutex<HashMap<PeerId, Arc<Peer>>>,
+    /// Generations that the library has metadata of, by the name it knows them by.
+    loaded: Mutex<HashMap<CString, Arc<Peer>>>,
+    /// One connection attempt a name at a time.
+    connecting: Mutex<HashMap<String, Weak<Mutex<()>>>>,
+    lanes: Mutex<Vec<Weak<LaneShared>>>,
+    /// What lanes that are gone had not settled.
+    orphans: Mutex<Vec<Flight>>,
+    /// Regions of transfers that were in progress when their peer died. The bytes can reach nobody, but the library may
+    /// still read them: they stay mapped for the life of the transport.
+    graveyard: Mutex<HashMap<RegionId, Arc<RegisteredRegion>>>,
+    metadata: Mutex<Option<Bytes>>,
+}
+
+impl Core {
+    pub fn peer(&self, id: PeerId) -> Option<Arc<Peer>> {
+        lock(&self.peers).get(&id).cloned()
+    }
+
+    pub fn is_ours(self: &Arc<Self>, region: &RegisteredRegion) -> bool {
+        region.registration().downcast_ref::<Registered>().is_some_and(|r| Arc::ptr_eq(&r.core, self))
+    }
+
+    fn notify_lanes(&self, peer: &Arc<Peer>) {
+        let mut lanes = lock(&self.lanes);
+        lanes.retain(|l| l.strong_count() > 0);
+        lanes.iter().filter_map(Weak::upgrade).for_each(|l| l.changed(peer));
+    }
+
+    /// Forget the library's metadata of a generation and close the endpoint, unless a later generation has its name.
+    fn unload(&self, peer: &Arc<Peer>) {
+        let mut loaded = lock(&self.loaded);
+        if loaded.get(&peer.name).is_some_and(|p| Arc::ptr_eq(p, peer)) {
+            loaded.remove(&peer.name);
+            if let Err(code) = self.agent.invalidate(&peer.name) {
+                tracing::debug!(peer = ?peer.name, status = code.name(), "metadata was not known to the library");
+            }
+        }
+    }
+
+    /// Nothing more is posted to it. What is in flight goes on and is looked at further: only success, or death, proves
+    /// anything.
+    pub fn lose(&self, peer: &Arc<Peer>, error: TransportError) {
+        {
+            let mut state = peer.lock_state();
+            if !matches!(*state, State::Live) {
+                return;
+            }
+            *state = State::Lost(error.clone());
+        }
+        if !peer.closing.load(Ordering::Acquire) {
+            tracing::info!(peer = ?peer.name, error = %error, "peer lost");
+            stats::add(&self.counters.peers_lost, 1);
+        }
+        self.notify_lanes(peer);
+        self.forget_if_over(peer);
+    }
+
+    /// Its process has ended: close the endpoint, which settles everything.
+    pub fn die(&self, peer: &Arc<Peer>, error: TransportError) {
+        // First the endpoint: what is called dead has no way to it any more.
+        self.unload(peer);
+        {
+            let mut state = peer.lock_state();
+            if matches!(*state, State::Dead(_)) {
+                return;
+            }
+            if matches!(*state, State::Live) && !peer.closing.load(Ordering::Acquire) {
+                stats::add(&self.counters.peers_lost, 1);
+            }
+            *state = State::Dead(error);
+        }
+        stats::add(&self.counters.peers_dead, 1);
+        tracing::info!(peer = ?peer.name, "the peer's process has ended");
+        let gone: Vec<Flight> = lock(&self.orphans).extract_if(.., |f| f.peer.id == peer.id).collect();
+        for flight in gone {
+            self.bury(flight);
+            peer.open.fetch_sub(1, Ordering::SeqCst);
+        }
+        self.notify_lanes(peer);
+        self.forget_if_over(peer);
+    }
+
+    /// Let go of a transfer whose peer is proven dead.
+    pub fn bury(&self, flight: Flight) {
+        let going = flight.requests.iter().any(|r| self.agent.status(r) == crate::agent::Progress::Going);
+        if going {
+            lock(&self.graveyard).extend(flight.op.regions.iter().map(|r| (r.id(), Arc::clone(r))));
+        }
+        flight.requests.into_iter().for_each(|r| self.agent.release(r));
+    }
+
+    /// Keep what a lane that is gone had not settled.
+    pub fn adopt(&self, flights: Vec<Flight>) {
+        let mut orphans = lock(&self.orphans);
+        for flight in flights {
+            let peer = Arc::clone(&flight.peer);
+            // Under the lock of the orphans: `die` changes the state first and looks at them then.
+            if matches!(peer.state(), State::Dead(_)) {
+                self.bury(flight);
+                peer.open.fetch_sub(1, Ordering::SeqCst);
+            } else {
+                orphans.push(flight);
+            }
+        }
+    }
+
+    /// A generation that nobody writes to any more, and of which nothing is open, is forgotten.
+    pub fn forget_if_over(&self, peer: &Arc<Peer>) {
+        let over = peer.closing.load(Ordering::SeqCst) && peer.open.load(Ordering::SeqCst) == 0;
+        if over && lock(&self.peers).remove(&peer.id).is_some() {
+            self.unload(peer);
+            self.keeper.unwatch(peer);
+            stats::sub(&self.counters.peers, 1);
+        }
+    }
+
+    pub fn lane_gone(&self) {
+        lock(&self.lanes).retain(|l| l.strong_count() > 0);
+    }
+
+    /// The process of a peer has ended, as its handle says.
+    pub fn process_ended(&self, id: PeerId) {
+        if let Some(peer) = self.peer(id).filter(|p| p.process.as_ref().is_some_and(|h| h.exited())) {
+            let text = format!("the process of {} has ended", peer.name.to_string_lossy());
+            self.die(&peer, TransportError::new(ErrorKind::PeerLost, text));
+        }
+    }
+
+    fn connect(&self, descriptor: &PeerDescriptor) -> Result<PeerId, TransportError> {
+        let bad = |text: String| TransportError::new(ErrorKind::BadPeer, text);
+        let name = CString::new(descriptor.name.as_str())
+            .ok()
+            .filter(|n| !n.is_empty())
+            .ok_or_else(|| bad(format!("{:?} is no agent's name", descriptor.name)))?;
+        if descriptor.name == self.name {
+            return Err(bad(format!("{} is this agent itself", descriptor.name)));
+        }
+        let size = descriptor.metadata.len();
+        if size == 0 || size > self.config.max_metadata_bytes {
+            let most = self.config.max_metadata_bytes;
+            return Err(bad(format!("{}: metadata of {size} bytes (1 to {most})", descriptor.name)));
+        }
+        match metadata::agent(&descriptor.metadata) {
+            Err(EndsEarly) => return Err(bad(format!("the metadata of {} ends early", descriptor.name))),
+            Ok(Some(inside)) if inside != name.to_bytes() => {
+                let inside = String::from_utf8_lossy(inside);
+                return Err(bad(format!("the metadata of {} is that of {inside}", descriptor.name)));
+            }
+            Ok(_) => {}
+        }
+        if let Some(same) = self.known(&name, descriptor) {
+            return Ok(same);
+        }
+        let found = self.agent.load(&descriptor.metadata).map_err(|code| {
+            let text =
+                format!("{} cannot be reached, or its metadata cannot be read: {}", descriptor.name, code.name());
+            TransportError::new(ErrorKind::BadPeer, text)
+        })?;
+        if found != name {
+            // Somebody else's metadata: if that one is known, it stays.
+            if !lock(&self.loaded).contains_key(&found) {
+                let _ = self.agent.invalidate(&found);
+            }
+            let found = found.to_string_lossy();
+            return Err(bad(format!("the metadata of {} is that of {found}", descriptor.name)));
+        }
+        if let Err(code) = self.agent.make_connection(&name) {
+            let _ = self.agent.invalidate(&name);
+            let text = format!("{} does not answer: {}", descriptor.name, code.name());
+            return Err(TransportError::new(ErrorKind::PeerLost, text));
+        }
+        self.succeed(descriptor);
+        let id = PeerId(self.next_peer.fetch_add(1, Ordering::Relaxed));
+        let process = descriptor.host.and_then(|h| h.open(&self.host));
+        let (endpoint, metadata) = (descriptor.endpoint.clone(), descriptor.metadata.clone());
+        let peer = Arc::new(Peer::new(id, name.clone(), endpoint, descriptor.host, process, metadata));
+        lock(&self.peers).insert(id, Arc::clone(&peer));
+        lock(&self.loaded).insert(name, Arc::clone(&peer));
+        stats::add(&self.counters.peers, 1);
+        self.keeper.watch(&peer);
+        Ok(id)
+    }
+
+    /// The generation that is connected under this name already, with what it registered since; none when it must be
+    /// connected anew.
+    fn known(&self, name: &CString, descriptor: &PeerDescriptor) -> Option<PeerId> {
+        let peer = lock(&self.loaded).get(name).cloned()?;
+        let same_process = match (peer.host, descriptor.host) {
+            (Some(a), Some(b)) => a == b,
+            _ => true,
+        };
+        if peer.live() && same_process {
+            let unchanged = *lock(&peer.metadata) == descriptor.metadata;
+            // More registrations of the same process are added; those of another one are refused by the library.
+            if unchanged || self.agent.load(&descriptor.metadata).is_ok_and(|found| found == *name) {
+                *lock(&peer.metadata) = descriptor.metadata.clone();
+                peer.closing.store(false, Ordering::SeqCst);
+                // It may have been forgotten just now.
+                if lock(&self.peers).contains_key(&peer.id) && peer.live() {
+                    return Some(peer.id);
+                }
+            }
+        }
+        // After any error, and for another process, the endpoint is closed before a new one is made.
+        self.replaced(&peer, descriptor);
+        self.unload(&peer);
+        None
+    }
+
+    /// Another process, or the same one behind a new endpoint, takes the place of `peer`.
+    fn replaced(&self, peer: &Arc<Peer>, descriptor: &PeerDescriptor) {
+        let text = format!("{} registered anew at {}", descriptor.name, descriptor.endpoint);
+        let error = TransportError::new(ErrorKind::PeerLost, text);
+        let dead = match (peer.host, descriptor.host) {
+            // One address on one boot of one host belongs to one process at a time.
+            (Some(old), Some(new)) => peer.endpoint == descriptor.endpoint && old.succeeded_by(&new),
+            _ => false,
+        };
+        if dead { self.die(peer, error) } else { self.lose(peer, error) }
+    }
+
+    /// Older generations at the address of a new one are over.
+    fn succeed(&self, descriptor: &PeerDescriptor) {
+        let at = |p: &&Arc<Peer>| p.endpoint == descriptor.endpoint && p.name.to_bytes() != descriptor.name.as_bytes();
+        let old: Vec<Arc<Peer>> = lock(&self.peers).values().filter(at).cloned().collect();
+        for peer in old {
+            self.replaced(&peer, descriptor);
+        }
+    }
+
+    fn connect_lock(&self, name: &str) -> Arc<Mutex<()>> {
+        let mut connecting = lock(&self.connecting);
+        connecting.retain(|_, l| l.strong_count() > 0);
+        let entry = connecting.entry(name.to_owned()).or_default();
+        entry.upgrade().unwrap_or_else(|| {
+            let fresh = Arc::new(Mutex::new(()));
+            *entry = Arc::downgrade(&fresh);
+            fresh
+        })
+    }
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.keeper.stop();
+    }
+}
+
+/// A registration, ended when its region is dropped.
+struct Registered {
+    core: Arc<Core>,
+    registration: Option<Registration>,
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if let Some(registration) = self.registration.take() {
+            if let Err(code) = self.core.agent.deregister(registration) {
+                tracing::warn!(status = code.name(), "a registration could not be ended");
+            }
+            *lock(&self.core.metadata) = None;
+        }
+    }
+}
+
+/// NIXL as a transport. See the crate's documentation.
+///
+/// Threads: the library's own (two with UCX) and one keeper, which sleeps. They stop when the transport, its lanes and
+/// all regions registered with it are dropped.
+pub struct NixlTransport {
+    core: Arc<Core>,
+    capabilities: Capabilities,
+}
+
+/// What was loaded: for `doctor`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LibraryInfo {
+    /// The library.
+    pub path: PathBuf,
+    /// Its release, where its installation tells.
+    pub version: Option<String>,
+    /// NIXL's plugins.
+    pub plugins: Vec<String>,
+    /// UCX's transport modules beside it: `cma`, `ib`, `cuda`, ..
+    pub ucx_modules: Vec<String>,
+}
+
+impl NixlTransport {
+    /// Open the library (the first in the process: 0.2 to 0.6 s) and make an agent of a fresh name.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`]: the library is not to be had, with every place that was tried; or it cannot start.
+    pub fn new(config: NixlConfig) -> Result<Self, TransportError> {
+        prepare_environment();
+        let unavailable = |e: &dyn std::fmt::Display| TransportError::new(ErrorKind::Unavailable, e);
+        let api = Api::open(config.library.as_deref()).map_err(|e| unavailable(&e))?;
+        let name = fresh_name().map_err(|e| unavailable(&format!("random numbers: {e}")))?;
+        let c_name = CString::new(name.as_str()).map_err(|e| unavailable(&e))?;
+        let agent = Agent::new(api, &c_name, &config)?;
+        let keeper = Keeper::new().map_err(|e| unavailable(&format!("epoll: {e}")))?;
+        let core = Arc::new(Core {
+            agent,
+            counters: Counters::default(),
+            name,
+            host: HostIdentity::local(),
+            keeper,
+            next_peer: AtomicU64::new(1),
+            next_region: AtomicU32::new(0),
+            peers: Mutex::default(),
+            loaded: Mutex::default(),
+            connecting: Mutex::default(),
+            lanes: Mutex::default(),
+            orphans: Mutex::default(),
+            graveyard: Mutex::default(),
+            metadata: Mutex::default(),
+            config,
+        });
+        core.keeper.start(Arc::downgrade(&core)).map_err(|e| unavailable(&format!("start a thread: {e}")))?;
+        let capabilities = Capabilities {
+            name: "nixl",
+            host_memory: true,
+            device_memory: true,
+            max_op_bytes: Some(core.config.max_op_bytes.max(1)),
+            // Between processes of one host the library copies inside the post.
+            submit_blocks: true,
+            done_proves_placement: true,
+            settles_unresolved: false,
+            unregister_revokes: false,
+        };
+        Ok(Self { core, capabilities })
+    }
+
+    /// Counters.
+    pub fn stats(&self) -> Stats {
+        self.core.counters.read()
+    }
+
+    /// What was loaded.
+    pub fn library(&self) -> LibraryInfo {
+        let api = self.core.agent.api();
+        LibraryInfo {
+            path: api.path().to_owned(),
+            version: api.version(),
+            plugins: self.core.agent.plugins(),
+            ucx_modules: ucx_modules(api.path()),
+        }
+    }
+
+    /// Whether the death of this peer's process can be seen from here.
+    pub fn watches(&self, peer: PeerId) -> bool {
+        self.core.peer(peer).is_some_and(|p| p.process.is_some())
+    }
+}
+
+/// `libuct_cma.so` -> `cma`, of the `*.libs/ucx` folder beside the wheel's libraries.
+fn ucx_modules(library: &std::path::Path) -> Vec<String> {
+    let site = library.parent().and_then(std::path::Path::parent);
+    let folders = site.and_then(|s| std::fs::read_dir(s).ok()).into_iter().flatten().flatten();
+    let ucx = folders.map(|f| f.path().join("ucx")).find(|p| p.is_dir());
+    let files = ucx.and_then(|p| std::fs::read_dir(p).ok()).into_iter().flatten().flatten();
+    let mut out: Vec<String> = files
+        .filter_map(|f| {
+            let name = f.file_name().into_string().ok()?;
+            Some(name.strip_prefix("libuct_")?.split(['.', '-']).next()?.to_owned())
+        })
+        .collect();
+    out.sort();
+    out.dedup();
+    out
+}
+
+/// A version 4 UUID, as SGLang's agents are named.
+fn fresh_name() -> Result<String, getrandom::Error> {
+    let mut b = [0u8; 16];
+    getrandom::fill(&mut b)?;
+    b[6] = b[6] & 0x0f | 0x40;
+    b[8] = b[8] & 0x3f | 0x80;
+    let hex: String = b.iter().map(|b| format!("{b:02x}")).collect();
+    Ok(format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]))
+}
+
+impl Transport for NixlTransport {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn local_name(&self) -> &str {
+        &self.core.name
+    }
+
+    fn local_metadata(&self) -> Bytes {
+        let mut cached = lock(&self.core.metadata);
+        if let Some(bytes) = &*cached {
+            return bytes.clone();
+        }
+        match self.core.agent.local_metadata() {
+            Ok(bytes) => cached.insert(bytes).clone(),
+            Err(code) => {
+                tracing::error!(status = code.name(), "NIXL gives no metadata; peers will refuse it");
+                Bytes::new()
+            }
+        }
+    }
+
+    fn register(&self, memory: Arc<dyn MemoryOwner>) -> Result<Arc<RegisteredRegion>, TransportError> {
+        let (addr, len, kind) = (memory.base(), memory.len(), memory.kind());
+        let invalid = |text: String| TransportError::new(ErrorKind::InvalidArgument, text);
+        // The library takes any range without a look.
+        if len == 0 || addr == 0 || addr.checked_add(len).is_none() {
+            return Err(invalid(format!("{len} bytes at {addr:#x} cannot be registered")));
+        }
+        let registration = self.core.agent.register(addr, len, kind).map_err(|code| {
+            let what = match kind {
+                MemoryKind::Dram => "host memory".to_owned(),
+                MemoryKind::Vram { device } => format!("memory of device {device}"),
+            };
+            invalid(format!("NIXL does not register {len} bytes of {what} at {addr:#x}: {}", code.name()))
+        })?;
+        *lock(&self.core.metadata) = None;
+        let registered = Registered { core: Arc::clone(&self.core), registration: Some(registration) };
+        let id = RegionId(self.core.next_region.fetch_add(1, Ordering::Relaxed));
+        Ok(Arc::new(RegisteredRegion::new(id, memory, Box::new(registered))))
+    }
+
+    fn connect(&self, peer: &PeerDescriptor) -> Result<PeerId, TransportError> {
+        let turn = self.core.connect_lock(&peer.name);
+        let _turn = lock(&turn);
+        self.core.connect(peer)
+    }
+
+    fn disconnect(&self, id: PeerId) {
+        let Some(peer) = self.core.peer(id) else { return };
+        let turn = self.core.connect_lock(&peer.name.to_string_lossy());
+        let _turn = lock(&turn);
+        peer.closing.store(true, Ordering::SeqCst);
+        self.core.forget_if_over(&peer);
+    }
+
+    fn lane(&self) -> Result<Box<dyn Lane>, TransportError> {
+        let unavailable = |e: std::io::Error| TransportError::new(ErrorKind::Unavailable, format!("a lane: {e}"));
+        let shared = LaneShared::new().map_err(unavailable)?;
+        lock(&self.core.lanes).push(Arc::downgrade(&shared));
+        Ok(Box::new(NixlLane::new(Arc::clone(&self.core), shared).map_err(unavailable)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_version_4_uuids() {
+        let name = fresh_name().unwrap();
+        assert_eq!((name.len(), &name[14..15]), (36, "4"), "{name}");
+        assert!("89ab".contains(&name[19..20]), "{name}");
+        assert_ne!(name, fresh_name().unwrap());
+    }
+}

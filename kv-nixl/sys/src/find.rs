@@ -1,0 +1,133 @@
+//! Where the library may be.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+const FILE: &str = "libnixl_capi.so";
+/// The user's own choice.
+const VARIABLE: &str = "KV_NIXL_LIB";
+/// Where `cargo xtask setup` puts it, below the target directory that our programs lie in.
+const DOWNLOAD: &str = "setup/nixl";
+
+/// A place to look at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Who names it.
+    pub named_by: String,
+    /// The file, absolute; or the bare name, for the system's loader.
+    pub path: PathBuf,
+}
+
+/// A place that did not help.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tried {
+    /// Which.
+    pub place: Place,
+    /// What was wrong.
+    pub why: String,
+}
+
+impl fmt::Display for Tried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} ({}): {}", self.place.path.display(), self.place.named_by, self.why)
+    }
+}
+
+impl Place {
+    fn new(named_by: &str, path: impl Into<PathBuf>) -> Self {
+        Self { named_by: named_by.into(), path: path.into() }
+    }
+
+    /// Why it is not worth opening.
+    pub(crate) fn absent(&self) -> Option<String> {
+        (self.path.is_absolute() && !self.path.exists()).then(|| "no such file".into())
+    }
+}
+
+/// Every place, in the order they are tried: the configured one alone if there is one; else the one of `KV_NIXL_LIB`
+/// alone if it is set; else the project's own download, the wheels of Python installations, and the system's loader.
+pub fn places(configured: Option<&Path>) -> Vec<Place> {
+    let named = |by, path: &Path| vec![Place::new(by, std::path::absolute(path).unwrap_or_else(|_| path.into()))];
+    if let Some(path) = configured {
+        return named("the configuration", path);
+    }
+    if let Some(path) = std::env::var_os(VARIABLE).filter(|v| !v.is_empty()) {
+        return named(VARIABLE, Path::new(&path));
+    }
+    let mut out = Vec::new();
+    let exe = std::env::current_exe().unwrap_or_default();
+    for dir in exe.ancestors().skip(1).take(4) {
+        let found = wheels(&dir.join(DOWNLOAD));
+        out.extend(found.into_iter().map(|path| Place::new("cargo xtask setup nixl", path)));
+    }
+    for site in site_packages() {
+        out.extend(wheels(&site).into_iter().map(|path| Place::new("Python's packages", path)));
+    }
+    out.push(Place::new("the loader's path", FILE));
+    out
+}
+
+/// Libraries of the wheels unpacked in `site`: `.nixl_cu12.mesonpy.libs/libnixl_capi.so` and the like.
+fn wheels(site: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(site) else { return Vec::new() };
+    let mut out: Vec<PathBuf> = entries
+        .filter_map(|e| {
+            let name = e.ok()?.file_name().into_string().ok()?;
+            let wheel = name.starts_with(".nixl") && name.ends_with(".mesonpy.libs");
+            Some(site.join(name).join(FILE)).filter(|p| wheel && p.exists())
+        })
+        .collect();
+    out.sort();
+    out
+}
+
+/// Directories of Python packages: of the active environment, of the `python3` on the path, the user's, the system's.
+fn site_packages() -> Vec<PathBuf> {
+    let var = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let mut prefixes: Vec<PathBuf> = [var("VIRTUAL_ENV"), var("CONDA_PREFIX")].into_iter().flatten().collect();
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let python = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|p| p.exists());
+    // The link's own place first: it may be that of an environment.
+    for python in python.iter().cloned().chain(python.as_ref().and_then(|p| p.canonicalize().ok())) {
+        prefixes.extend(python.parent().and_then(Path::parent).map(PathBuf::from));
+    }
+    prefixes.extend(var("HOME").map(|home| home.join(".local")));
+    prefixes.extend(["/usr/local".into(), "/usr".into()]);
+    let mut out: Vec<PathBuf> = Vec::new();
+    for lib in prefixes.iter().map(|p| p.join("lib")) {
+        let Ok(entries) = std::fs::read_dir(&lib) else { continue };
+        for name in entries.filter_map(|e| e.ok()?.file_name().into_string().ok()) {
+            if name.starts_with("python3") {
+                out.extend(["site-packages", "dist-packages"].map(|d| lib.join(&name).join(d)));
+            }
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    out.retain(|p| p.is_dir() && seen.insert(p.clone()));
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wheels_are_found_by_their_folders() {
+        let dir = std::env::temp_dir().join(format!("nixl-find-{}", std::process::id()));
+        let libs = dir.join(".nixl_cu12.mesonpy.libs");
+        std::fs::create_dir_all(&libs).unwrap();
+        assert!(wheels(&dir).is_empty(), "a folder without the library");
+        std::fs::write(libs.join(FILE), b"").unwrap();
+        std::fs::create_dir_all(dir.join("numpy.libs")).unwrap();
+        assert_eq!(wheels(&dir), [libs.join(FILE)]);
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn the_loader_comes_last_and_a_configured_place_alone() {
+        if std::env::var_os(VARIABLE).is_none() {
+            assert_eq!(places(None).last().map(|p| p.path.clone()), Some(FILE.into()));
+        }
+        assert_eq!(places(Some(Path::new("/x/y.so"))), [Place::new("the configuration", "/x/y.so")]);
+    }
+}
