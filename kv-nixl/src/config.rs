@@ -28,6 +28,12 @@ pub struct NixlConfig {
     pub errors: PeerErrors,
     /// More parameters of the backend, as NIXL names them (`ucx_devices`, `engine_config`, ..).
     pub parameters: Vec<(String, String)>,
+    /// Keep memory whose registration has ended mapped for the life of the process, once a peer may know it. The library
+    /// does not take access back, and a write that comes in over TCP to memory that is no longer there kills *this*
+    /// process. Turn it off only where every peer has forgotten this process before memory is freed.
+    pub keep_exported: bool,
+    /// Name of the agent; `None`: a fresh UUID, which names this process generation.
+    pub name: Option<String>,
     /// Longest metadata of a peer that is read, bytes.
     pub max_metadata_bytes: usize,
 }
@@ -40,7 +46,8 @@ pub enum PeerErrors {
     #[default]
     Noticed,
     /// It does not. Over shared memory a transfer to a dead peer stays in progress for ever; only where the peer runs on
-    /// this host, and says which process it is, do we see its end.
+    /// this host, and says which process it is, do we see its end. After such a death the library's thread spins, and its
+    /// agent cannot be ended: it is kept until the process ends.
     Ignored,
 }
 
@@ -56,6 +63,8 @@ impl Default for NixlConfig {
             op_timeout: Duration::from_secs(30),
             errors: PeerErrors::default(),
             parameters: Vec::new(),
+            keep_exported: true,
+            name: None,
             max_metadata_bytes: 16 << 20,
         }
     }

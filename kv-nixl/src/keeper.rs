@@ -1,13 +1,15 @@
 //! The thread that sees processes of this host end.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use kv_core::ids::PeerId;
-use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
 use crate::peer::Peer;
 use crate::transport::Core;
@@ -64,24 +66,35 @@ impl Keeper {
     }
 }
 
+/// What the library gets to notice a death in: it takes less than 0.1 s where it can.
+const GRACE: Duration = Duration::from_millis(250);
+
 fn run(set: &OwnedFd, stopped: &AtomicBool, core: &Weak<Core>) {
     let mut events = Vec::with_capacity(64);
+    let mut dying: VecDeque<(Instant, PeerId)> = VecDeque::new();
     while !stopped.load(Ordering::Acquire) {
         events.clear();
-        match epoll::wait(set, rustix::buffer::spare_capacity(&mut events), None) {
+        let wait = dying.front().map(|(at, _)| at.saturating_duration_since(Instant::now()));
+        let wait = wait.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
+        match epoll::wait(set, rustix::buffer::spare_capacity(&mut events), wait.as_ref()) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(e) => {
                 // Cannot happen with a valid set.
                 tracing::error!(error = %e, "the ends of peers' processes cannot be waited for");
-                std::thread::sleep(std::time::Duration::from_millis(100));
+                std::thread::sleep(Duration::from_millis(100));
             }
         }
+        let Some(core) = core.upgrade() else { continue };
         for event in &events {
-            let id = event.data.u64();
-            if let (true, Some(core)) = (id != WAKE, core.upgrade()) {
-                core.process_ended(PeerId(id));
+            let id = PeerId(event.data.u64());
+            if id.0 != WAKE && core.process_ended(id) {
+                dying.push_back((Instant::now() + GRACE, id));
             }
+        }
+        while let Some((_, id)) = dying.front().copied().filter(|(at, _)| *at <= Instant::now()) {
+            dying.pop_front();
+            core.process_is_gone(id);
         }
     }
 }

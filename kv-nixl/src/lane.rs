@@ -38,11 +38,19 @@ const OVERDUE_LOOK: Duration = Duration::from_millis(10);
 /// order in which they began.
 const IN_PROGRESS_SEEN: usize = 4;
 
+/// The state of a peer has changed.
+#[derive(Clone)]
+pub(crate) struct Change {
+    pub peer: Arc<Peer>,
+    /// It was live until now, and nobody let go of it: news for the manager.
+    pub lost_now: bool,
+}
+
 /// What other threads tell a lane.
 pub(crate) struct LaneShared {
     wake: OwnedFd,
     woken: AtomicBool,
-    changed: Mutex<Vec<Arc<Peer>>>,
+    changed: Mutex<Vec<Change>>,
 }
 
 impl LaneShared {
@@ -51,9 +59,8 @@ impl LaneShared {
         Ok(Arc::new(Self { wake, woken: AtomicBool::new(false), changed: Mutex::default() }))
     }
 
-    /// Something about a peer has changed.
-    pub fn changed(&self, peer: &Arc<Peer>) {
-        lock(&self.changed).push(Arc::clone(peer));
+    pub fn changed(&self, change: Change) {
+        lock(&self.changed).push(change);
         self.signal();
     }
 
@@ -64,7 +71,7 @@ impl LaneShared {
         }
     }
 
-    fn take(&self) -> Vec<Arc<Peer>> {
+    fn take(&self) -> Vec<Change> {
         if self.woken.swap(false, Ordering::AcqRel) {
             let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
         }
@@ -77,6 +84,8 @@ pub(crate) struct Flight {
     pub op: WriteOp,
     pub peer: Arc<Peer>,
     pub requests: SmallVec<[Request; 1]>,
+    /// The library said last that a transfer of it is in progress.
+    pub going: bool,
     since: Instant,
 }
 
@@ -211,7 +220,7 @@ impl NixlLane {
             return Ok(());
         }
         peer.open.fetch_add(1, Ordering::SeqCst);
-        let flight = Flight { op, peer, requests: going, since: Instant::now() };
+        let flight = Flight { op, peer, requests: going, going: failed.is_none(), since: Instant::now() };
         if let Some(code) = failed {
             self.fail(flight, code);
         } else {
@@ -255,14 +264,15 @@ impl NixlLane {
     }
 
     /// How the transfers of an op stand: done ones are let go of; all are looked at.
-    fn sweep(core: &Core, flight: &mut Flight) -> Progress {
-        let mut worst = Progress::Done;
+    pub fn sweep(core: &Core, flight: &mut Flight) -> Progress {
+        let (mut worst, mut going) = (Progress::Done, false);
         let mut left: SmallVec<[Request; 1]> = SmallVec::new();
         for request in flight.requests.drain(..) {
             match core.agent.status(&request) {
                 Progress::Done => core.agent.release(request),
                 Progress::Going => {
                     left.push(request);
+                    going = true;
                     if worst == Progress::Done {
                         worst = Progress::Going;
                     }
@@ -274,6 +284,7 @@ impl NixlLane {
             }
         }
         flight.requests = left;
+        flight.going = going;
         worst
     }
 
@@ -335,28 +346,24 @@ impl NixlLane {
     }
 
     /// The state of a peer has changed: tell it, and what follows from it.
-    fn changed(&mut self, peer: &Arc<Peer>) {
+    fn changed(&mut self, change: &Change) {
+        let peer = &change.peer;
         let (error, dead) = match peer.state() {
             State::Live => return,
             State::Lost(e) => (e, false),
             State::Dead(e) => (e, true),
         };
-        if !peer.closing.load(Ordering::Acquire) {
+        if change.lost_now {
             self.tell(LaneEvent::PeerLost(peer.id, error.clone()));
         }
         if !dead {
             return;
         }
-        for mut flight in self.flying.remove(&peer.id).into_iter().flatten() {
+        // The endpoint is closed: the library has nothing more to say about these.
+        for flight in self.flying.remove(&peer.id).into_iter().flatten() {
             self.in_flight -= 1;
-            if Self::sweep(&self.core, &mut flight) == Progress::Done {
-                stats::add(&self.core.counters.ops_done, 1);
-                self.tell(LaneEvent::Outcome(flight.op.id, Outcome::Done));
-                self.ended(peer);
-            } else {
-                self.unresolved(&flight, error.clone());
-                self.retained.push(flight);
-            }
+            self.unresolved(&flight, error.clone());
+            self.retained.push(flight);
         }
         let theirs = |f: &mut Flight| f.peer.id == peer.id;
         let mut settled: Vec<Flight> = self.retained.extract_if(.., theirs).collect();
@@ -488,8 +495,8 @@ impl Lane for NixlLane {
     }
 
     fn poll(&mut self, out: &mut Vec<LaneEvent>) {
-        for peer in self.shared.take() {
-            self.changed(&peer);
+        for change in self.shared.take() {
+            self.changed(&change);
         }
         if self.in_flight > 0 || !self.overdue.is_empty() {
             let now = Instant::now();
@@ -501,8 +508,8 @@ impl Lane for NixlLane {
         }
         self.arm();
         // Losses that this very call noticed are told with it.
-        for peer in self.shared.take() {
-            self.changed(&peer);
+        for change in self.shared.take() {
+            self.changed(&change);
         }
         out.append(&mut self.news);
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
+use std::mem::ManuallyDrop;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -19,7 +20,7 @@ use crate::agent::{Agent, Registration};
 use crate::config::NixlConfig;
 use crate::environment::prepare_environment;
 use crate::keeper::Keeper;
-use crate::lane::{Flight, LaneShared, NixlLane};
+use crate::lane::{Change, Flight, LaneShared, NixlLane};
 use crate::metadata::{self, EndsEarly};
 use crate::peer::{Peer, State};
 use crate::stats::{self, Counters, Stats};
@@ -30,7 +31,7 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What the lanes, the regions and the keeper share. The agent ends with the last of them.
 pub(crate) struct Core {
-    pub agent: Agent,
+    pub agent: ManuallyDrop<Agent>,
     pub config: NixlConfig,
     pub counters: Counters,
     name: String,
@@ -47,9 +48,11 @@ pub(crate) struct Core {
     /// What lanes that are gone had not settled.
     orphans: Mutex<Vec<Flight>>,
     /// Regions of transfers that were in progress when their peer died. The bytes can reach nobody, but the library may
-    /// still read them: they stay mapped for the life of the transport.
+    /// still read them: they stay mapped, and the agent stays, for the life of the process.
     graveyard: Mutex<HashMap<RegionId, Arc<RegisteredRegion>>>,
     metadata: Mutex<Option<Bytes>>,
+    /// How often metadata was given out.
+    exports: AtomicU64,
 }
 
 impl Core {
@@ -61,10 +64,11 @@ impl Core {
         region.registration().downcast_ref::<Registered>().is_some_and(|r| Arc::ptr_eq(&r.core, self))
     }
 
-    fn notify_lanes(&self, peer: &Arc<Peer>) {
+    fn notify_lanes(&self, peer: &Arc<Peer>, lost_now: bool) {
+        let change = Change { peer: Arc::clone(peer), lost_now };
         let mut lanes = lock(&self.lanes);
         lanes.retain(|l| l.strong_count() > 0);
-        lanes.iter().filter_map(Weak::upgrade).for_each(|l| l.changed(peer));
+        lanes.iter().filter_map(Weak::upgrade).for_each(|l| l.changed(change.clone()));
     }
 
     /// Forget the library's metadata of a generation and close the endpoint, unless a later generation has its name.
@@ -88,43 +92,48 @@ impl Core {
             }
             *state = State::Lost(error.clone());
         }
-        if !peer.closing.load(Ordering::Acquire) {
+        let news = !peer.closing.load(Ordering::Acquire);
+        if news {
             tracing::info!(peer = ?peer.name, error = %error, "peer lost");
             stats::add(&self.counters.peers_lost, 1);
         }
-        self.notify_lanes(peer);
+        self.notify_lanes(peer, news);
         self.forget_if_over(peer);
     }
 
     /// Its process has ended: close the endpoint, which settles everything.
     pub fn die(&self, peer: &Arc<Peer>, error: TransportError) {
+        let mut orphans: Vec<Flight> = lock(&self.orphans).extract_if(.., |f| f.peer.id == peer.id).collect();
+        for flight in &mut orphans {
+            NixlLane::sweep(self, flight);
+        }
         // First the endpoint: what is called dead has no way to it any more.
         self.unload(peer);
-        {
+        let news = {
             let mut state = peer.lock_state();
             if matches!(*state, State::Dead(_)) {
-                return;
+                drop(state);
+                return self.adopt(orphans);
             }
-            if matches!(*state, State::Live) && !peer.closing.load(Ordering::Acquire) {
-                stats::add(&self.counters.peers_lost, 1);
-            }
+            let news = matches!(*state, State::Live) && !peer.closing.load(Ordering::Acquire);
             *state = State::Dead(error);
-        }
+            news
+        };
+        stats::add(&self.counters.peers_lost, news.into());
         stats::add(&self.counters.peers_dead, 1);
         tracing::info!(peer = ?peer.name, "the peer's process has ended");
-        let gone: Vec<Flight> = lock(&self.orphans).extract_if(.., |f| f.peer.id == peer.id).collect();
-        for flight in gone {
+        orphans.extend(lock(&self.orphans).extract_if(.., |f| f.peer.id == peer.id));
+        for flight in orphans {
             self.bury(flight);
             peer.open.fetch_sub(1, Ordering::SeqCst);
         }
-        self.notify_lanes(peer);
+        self.notify_lanes(peer, news);
         self.forget_if_over(peer);
     }
 
-    /// Let go of a transfer whose peer is proven dead.
+    /// Let go of a transfer whose peer is proven dead, or that is done.
     pub fn bury(&self, flight: Flight) {
-        let going = flight.requests.iter().any(|r| self.agent.status(r) == crate::agent::Progress::Going);
-        if going {
+        if flight.going {
             lock(&self.graveyard).extend(flight.op.regions.iter().map(|r| (r.id(), Arc::clone(r))));
         }
         flight.requests.into_iter().for_each(|r| self.agent.release(r));
@@ -159,11 +168,28 @@ impl Core {
         lock(&self.lanes).retain(|l| l.strong_count() > 0);
     }
 
-    /// The process of a peer has ended, as its handle says.
-    pub fn process_ended(&self, id: PeerId) {
-        if let Some(peer) = self.peer(id).filter(|p| p.process.as_ref().is_some_and(|h| h.exited())) {
-            let text = format!("the process of {} has ended", peer.name.to_string_lossy());
-            self.die(&peer, TransportError::new(ErrorKind::PeerLost, text));
+    fn ended(&self, id: PeerId) -> Option<(Arc<Peer>, TransportError)> {
+        let peer = self.peer(id).filter(|p| p.process.as_ref().is_some_and(|h| h.exited()))?;
+        let text = format!("the process of {} has ended", peer.name.to_string_lossy());
+        Some((peer, TransportError::new(ErrorKind::PeerLost, text)))
+    }
+
+    /// The process of a peer has ended. Whether the library is to have time to notice it itself: what it knows to be over
+    /// leaves nothing behind.
+    pub fn process_ended(&self, id: PeerId) -> bool {
+        let Some((peer, error)) = self.ended(id) else { return false };
+        self.lose(&peer, error.clone());
+        let open = peer.open.load(Ordering::SeqCst) > 0;
+        if !open {
+            self.die(&peer, error);
+        }
+        open
+    }
+
+    /// It had its time.
+    pub fn process_is_gone(&self, id: PeerId) {
+        if let Some((peer, error)) = self.ended(id) {
+            self.die(&peer, error);
         }
     }
 
@@ -284,6 +310,13 @@ impl Core {
 impl Drop for Core {
     fn drop(&mut self) {
         self.keeper.stop();
+        if lock(&self.graveyard).is_empty() {
+            // SAFETY: nothing uses the agent after this.
+            unsafe { ManuallyDrop::drop(&mut self.agent) };
+        } else {
+            // The library waits for such transfers when an agent ends: for ever, over shared memory.
+            tracing::warn!("an agent is kept: transfers to a peer that died were still in progress to the library");
+        }
     }
 }
 
@@ -291,6 +324,9 @@ impl Drop for Core {
 struct Registered {
     core: Arc<Core>,
     registration: Option<Registration>,
+    memory: Arc<dyn MemoryOwner>,
+    /// How often metadata had been given out when it began.
+    exports_before: u64,
 }
 
 impl Drop for Registered {
@@ -300,6 +336,14 @@ impl Drop for Registered {
                 tracing::warn!(status = code.name(), "a registration could not be ended");
             }
             *lock(&self.core.metadata) = None;
+        }
+        let exported = self.core.exports.load(Ordering::SeqCst) != self.exports_before;
+        if exported && self.core.config.keep_exported {
+            let (addr, len) = (self.memory.base(), self.memory.len());
+            tracing::info!(
+                "{len} bytes at {addr:#x} stay mapped: a peer may know them, and NIXL does not take access back"
+            );
+            std::mem::forget(Arc::clone(&self.memory));
         }
     }
 }
@@ -335,12 +379,15 @@ impl NixlTransport {
         prepare_environment();
         let unavailable = |e: &dyn std::fmt::Display| TransportError::new(ErrorKind::Unavailable, e);
         let api = Api::open(config.library.as_deref()).map_err(|e| unavailable(&e))?;
-        let name = fresh_name().map_err(|e| unavailable(&format!("random numbers: {e}")))?;
+        let name = match &config.name {
+            Some(name) => name.clone(),
+            None => fresh_name().map_err(|e| unavailable(&format!("random numbers: {e}")))?,
+        };
         let c_name = CString::new(name.as_str()).map_err(|e| unavailable(&e))?;
         let agent = Agent::new(api, &c_name, &config)?;
         let keeper = Keeper::new().map_err(|e| unavailable(&format!("epoll: {e}")))?;
         let core = Arc::new(Core {
-            agent,
+            agent: ManuallyDrop::new(agent),
             counters: Counters::default(),
             name,
             host: HostIdentity::local(),
@@ -354,6 +401,7 @@ impl NixlTransport {
             orphans: Mutex::default(),
             graveyard: Mutex::default(),
             metadata: Mutex::default(),
+            exports: AtomicU64::new(0),
             config,
         });
         core.keeper.start(Arc::downgrade(&core)).map_err(|e| unavailable(&format!("start a thread: {e}")))?;
@@ -431,6 +479,7 @@ impl Transport for NixlTransport {
 
     fn local_metadata(&self) -> Bytes {
         let mut cached = lock(&self.core.metadata);
+        self.core.exports.fetch_add(1, Ordering::SeqCst);
         if let Some(bytes) = &*cached {
             return bytes.clone();
         }
@@ -458,7 +507,12 @@ impl Transport for NixlTransport {
             invalid(format!("NIXL does not register {len} bytes of {what} at {addr:#x}: {}", code.name()))
         })?;
         *lock(&self.core.metadata) = None;
-        let registered = Registered { core: Arc::clone(&self.core), registration: Some(registration) };
+        let registered = Registered {
+            core: Arc::clone(&self.core),
+            registration: Some(registration),
+            memory: Arc::clone(&memory),
+            exports_before: self.core.exports.load(Ordering::SeqCst),
+        };
         let id = RegionId(self.core.next_region.fetch_add(1, Ordering::Relaxed));
         Ok(Arc::new(RegisteredRegion::new(id, memory, Box::new(registered))))
     }

@@ -3,21 +3,17 @@
 
 mod common;
 
-use std::process::Command;
 use std::sync::Arc;
 
-use common::{CHILD, available, config, target_command};
-use kv_core::net::Endpoint;
+use common::{available, config, target_command, with_environment};
 use kv_core::transport::Transport;
 use kv_nixl::{NixlConfig, NixlTransport};
-use kv_testkit::conformance::{self, Absent, Harness, NoFaults, RemoteTarget, Target};
+use kv_testkit::conformance::{self, Absent, Harness, RemoteTarget, Target};
 
 /// The body of a target's process; not a test of its own.
 #[test]
 fn child_entry_point() {
-    let Ok(port) = std::env::var(CHILD) else { return };
-    let transport = Arc::new(NixlTransport::new(config()).unwrap());
-    conformance::serve_stdio(transport, Endpoint::new("127.0.0.1", port.parse().unwrap()), NoFaults).unwrap();
+    common::serve_if_child();
 }
 
 struct Nixl {
@@ -71,13 +67,7 @@ fn the_library_conforms() {
 /// library reads the environment when it is opened.
 #[test]
 fn the_library_conforms_over_tcp() {
-    if !available("the_library_conforms_over_tcp") {
-        return;
+    if with_environment("the_library_conforms_over_tcp", &[("UCX_TLS", "tcp")]) {
+        conforms();
     }
-    let status = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "the_library_conforms", "--nocapture"])
-        .env("UCX_TLS", "tcp")
-        .status()
-        .unwrap();
-    assert!(status.success(), "{status}");
 }

@@ -40,6 +40,11 @@ pub trait Target {
     /// End a block's registration; its memory stays.
     fn unregister(&mut self, block: u32) -> Result<(), String>;
 
+    /// End a block's registration, and free its memory as far as the backend lets it go.
+    fn free(&mut self, block: u32) -> Result<(), String> {
+        Err(format!("block {block} cannot be freed by this target"))
+    }
+
     /// Copy `len` bytes out of a block.
     fn read(&mut self, block: u32, offset: usize, len: usize) -> Result<Vec<u8>, String>;
 
@@ -247,7 +252,7 @@ impl<F: LocalFaults> Target for LocalTarget<F> {
             true => Some(self.transport.register(memory.clone()).map_err(|e| e.to_string())?),
             false => None,
         };
-        let id = self.memory.len() as u32;
+        let id = self.memory.last_key_value().map_or(0, |(id, _)| id + 1);
         let block = Block { id, addr: memory.base(), len };
         self.memory.insert(id, (memory, region));
         Ok(block)
@@ -255,6 +260,13 @@ impl<F: LocalFaults> Target for LocalTarget<F> {
 
     fn unregister(&mut self, block: u32) -> Result<(), String> {
         self.memory.get_mut(&block).ok_or_else(|| format!("no block {block}"))?.1 = None;
+        Ok(())
+    }
+
+    fn free(&mut self, block: u32) -> Result<(), String> {
+        let (memory, region) = self.memory.remove(&block).ok_or_else(|| format!("no block {block}"))?;
+        drop(region);
+        drop(memory);
         Ok(())
     }
 

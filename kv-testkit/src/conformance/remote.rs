@@ -59,6 +59,7 @@ fn answer(target: &mut dyn Target, line: &str) -> Result<String, String> {
         }
         "alloc" => target.alloc(number(1)?, number(2)? == 1).map(|b| format!("{} {} {}", b.id, b.addr, b.len)),
         "unregister" => target.unregister(block()?).map(|()| String::new()),
+        "free" => target.free(block()?).map(|()| String::new()),
         "read" => target.read(block()?, number(2)?, number(3)?).map(|bytes| hex(&bytes)),
         "write" => {
             let bytes = unhex(words.get(3).unwrap_or(&""))?;
@@ -179,6 +180,10 @@ impl Target for RemoteTarget {
 
     fn unregister(&mut self, block: u32) -> Result<(), String> {
         self.ask(&format!("unregister {block}")).map(drop)
+    }
+
+    fn free(&mut self, block: u32) -> Result<(), String> {
+        self.ask(&format!("free {block}")).map(drop)
     }
 
     fn read(&mut self, block: u32, offset: usize, len: usize) -> Result<Vec<u8>, String> {
