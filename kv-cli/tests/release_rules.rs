@@ -8,10 +8,10 @@
 mod support;
 
 use kv_cli::driver::fleet::WorkerId;
-use kv_cli::driver::protocol::{BootstrapAt, Role, RoomEnd, TcpPath};
+use kv_cli::driver::protocol::{BootstrapAt, Role, RoomEnd};
 use kv_cli::driver::stats::RankStats;
 use support::{
-    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, cut, served, sources, until_in_the_middle, wanted,
+    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, Way, cut, served, sources, until_in_the_middle, wanted,
 };
 
 /// So many numbers in a row are some heartbeats long, and some looks for proof.
@@ -73,8 +73,8 @@ fn again(drill: &mut Drill, prefill: WorkerId, decode: WorkerId, rooms: &[(u64, 
 }
 
 /// A prefill and a decode with [`served`] under way.
-fn under_way(path: TcpPath) -> (Drill, WorkerId, String, WorkerId) {
-    let mut drill = Drill::with_numbers(path);
+fn under_way(way: Way) -> (Drill, WorkerId, String, WorkerId) {
+    let mut drill = Drill::with_numbers(way);
     let (prefill, at) = drill.prefill();
     let decode = drill.decode(&at);
     drill.begin(prefill, &[], decode, decode);
