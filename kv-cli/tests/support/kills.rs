@@ -64,7 +64,7 @@ pub fn decode(way: Way) -> bool {
 
 /// A loss that is seen, or a write that fails, whichever is noticed first: NIXL's library says of a failed write no more
 /// than that it failed.
-fn tells(way: Way, reason: &str) -> bool {
+pub fn tells(way: Way, reason: &str) -> bool {
     let failed = matches!(way, Way::Nixl(_)) && reason.starts_with("Failed to send kv chunk ");
     failed || reason.contains("Lost connection with decode instance")
 }

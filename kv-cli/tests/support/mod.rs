@@ -2,6 +2,7 @@
 
 pub mod cut;
 pub mod kills;
+pub mod rules;
 
 use std::collections::{HashMap, VecDeque};
 use std::process::Command;
