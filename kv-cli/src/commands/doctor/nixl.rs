@@ -7,7 +7,9 @@ use super::{Check, Status};
 
 const NAME: &str = "transport: nixl";
 /// Opening the library takes under a second; a busy machine is given time. A hang ends here.
-const PATIENCE: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(20);
+/// What to do about what nobody foresaw.
+const LOOK: &str = "NIXL_LOG_LEVEL=debug UCX_LOG_LEVEL=info kvt doctor shows more; KV_NIXL_LIB names another library";
 
 /// The checks: whether it works, and how bytes go between ranks of one host. `copies`: whether the kernel permits that
 /// one process reaches into another.
@@ -33,14 +35,11 @@ fn works(trial: &Trial, tls: Option<&str>) -> Check {
             Check::new(NAME, Status::Ok, format!("{moved}; {library}"), "")
         }
         (Ok(_), None) => Check::new(NAME, Status::No, "the trial says nothing of the library", ""),
-        // The cause is what cannot be had; its cure comes with it.
-        (Err(e), None) => Check::new(NAME, Status::No, e.what.clone(), e.hint.clone()),
+        // What cannot be had comes with its cure; a crash or a hang does not.
+        (Err(e), None) if !e.hint.is_empty() => Check::new(NAME, Status::No, e.what.clone(), e.hint.clone()),
+        (Err(e), None) => Check::new(NAME, Status::No, format!("the library could not be tried out: {}", e.what), LOOK),
         (Err(e), Some(library)) => {
-            let fix = if e.hint.is_empty() {
-                "NIXL_LOG_LEVEL=debug UCX_LOG_LEVEL=info kvt doctor shows why"
-            } else {
-                &e.hint
-            };
+            let fix = if e.hint.is_empty() { LOOK } else { &e.hint };
             Check::new(NAME, Status::No, format!("a write between two processes failed: {}; {library}", e.what), fix)
         }
     }
@@ -118,6 +117,9 @@ mod tests {
         let missing = Trial { library: None, moved: Err(CliError::new("tried: /a, /b").hint("get it")) };
         let check = works(&missing, None);
         assert_eq!((check.status, check.fix.as_str()), (Status::No, "get it"));
+        let early = Trial { library: None, moved: Err(CliError::new("it ended: signal: 11")) };
+        let check = works(&early, None);
+        assert!(check.detail.starts_with("the library could not") && check.fix == LOOK, "{check:?}");
         let crash = Trial { library: Some(library()), moved: Err(CliError::new("it ended: signal: 11")) };
         let check = works(&crash, None);
         assert!(check.status == Status::No && check.detail.contains("signal: 11") && check.detail.contains("1.5.1"));

@@ -26,8 +26,8 @@ pub const SOURCE: &str = "nixl-source";
 /// Pages that are written, and the bytes of one: 8 MiB.
 const PAGES: u32 = 16;
 const PAGE_BYTES: u64 = 512 << 10;
-/// How long a write may take.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long the writes may take.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What was loaded.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
