@@ -71,6 +71,15 @@ impl Command {
         #[cfg(not(feature = "sim"))]
         false
     }
+
+    /// Whether this very process may open NIXL: a rank does. One that `replay` runs hears of its transport later.
+    #[cfg(feature = "nixl")]
+    pub fn may_open_nixl(&self) -> bool {
+        match self {
+            Self::Prefill(args) | Self::Decode(args) => args.worker || args.workload.transport == "nixl",
+            _ => false,
+        }
+    }
 }
 
 /// `kvt sim`.
@@ -133,7 +142,7 @@ pub struct WorkloadArgs {
     /// Do not measure the fixed overhead of a room first.
     #[arg(long)]
     pub no_probe: bool,
-    /// How bytes travel.
+    /// How bytes travel: tcp needs nothing, nixl needs NVIDIA's library (`kvt doctor` says whether it is here).
     #[arg(long, default_value = "tcp")]
     pub transport: String,
     /// Transport tcp: copy between processes of one host, or stream over connections. `auto` copies where it can.

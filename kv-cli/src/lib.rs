@@ -7,8 +7,11 @@ pub mod commands;
 pub mod driver;
 pub mod error;
 pub mod hf_config;
+pub mod leave;
 pub mod memory;
 pub mod model;
+#[cfg(feature = "nixl")]
+pub mod nixl;
 pub mod out;
 pub mod pattern;
 pub mod plan_requests;

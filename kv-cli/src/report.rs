@@ -172,7 +172,7 @@ pub struct Report {
     /// Transport.
     pub transport: String,
     /// How bytes came to decode: `copy` between processes of one host, `stream` over connections, or `copy+stream`.
-    /// None where decode ran elsewhere, or nothing moved.
+    /// None where decode ran elsewhere, nothing moved, or the transport does not tell.
     pub path: Option<&'static str>,
     /// Model.
     pub model: String,

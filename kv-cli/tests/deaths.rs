@@ -9,70 +9,18 @@ use std::time::Duration;
 
 use kv_cli::driver::fleet::FleetEvent;
 use kv_cli::driver::protocol::{BootstrapAt, FromWorker, Role, RoomEnd, TcpPath};
-use support::{Drill, FIRST, LARGE, OTHER_PAGES, sources, until_in_the_middle, wanted};
+use support::{Drill, FIRST, LARGE, OTHER_PAGES, Way, kills, sources, until_in_the_middle, wanted};
 
 /// F51, R-D7.
 #[test]
 fn prefill_killed_in_the_middle_fails_its_rooms_and_is_replaced() {
-    until_in_the_middle(|path| {
-        let mut drill = Drill::new(path);
-        let (prefill, at) = drill.prefill();
-        let decode = drill.decode(&at);
-        drill.begin(prefill, &[], decode, decode);
-        drill.signal(prefill, libc::SIGKILL);
-        drill.killed(prefill);
-        let mut failed = 0;
-        for (room, _) in wanted().iter().skip(1) {
-            if let RoomEnd::Failed { reason } = drill.end(decode, *room) {
-                failed += 1;
-                assert!(reason.contains("Lost connection with prefill instance") && reason.contains(&at), "{reason}");
-            }
-        }
-        drill.fetch_done(decode);
-
-        // The same decode, a new prefill at the same address.
-        let (prefill, again) = drill.start(Role::Prefill, BootstrapAt::Serve(at.clone()));
-        assert_eq!(again, Some(at));
-        drill.fill(prefill, &sources(8));
-        drill.serve(prefill, &[(200, 8)]);
-        // Pages that no failed room has: those are held.
-        let pages: Vec<u32> = (504..512).collect();
-        drill.fetch(decode, &[(200, pages.clone())], 1);
-        drill.success(decode, 200);
-        drill.verify(decode, 200, &pages, &sources(8));
-        failed > 0
-    });
+    until_in_the_middle(kills::prefill);
 }
 
-/// F53, F55: decode's process is proven dead, so nothing can read the source pages any more.
+/// F53, F55.
 #[test]
 fn decode_killed_in_the_middle_frees_the_pages_of_its_rooms_alone() {
-    until_in_the_middle(|path| {
-        let mut drill = Drill::new(path);
-        let (prefill, at) = drill.prefill();
-        let (doomed, other) = (drill.decode(&at), drill.decode(&at));
-        drill.begin(prefill, &[(200, OTHER_PAGES), (201, OTHER_PAGES)], doomed, prefill);
-        drill.signal(doomed, libc::SIGKILL);
-        let (a, b) = (sources(16), (16..32).collect::<Vec<u32>>());
-        drill.fetch(other, &[(200, a.clone())], 1);
-        drill.killed(doomed);
-        let mut failed = 0;
-        for (room, _) in wanted().iter().skip(1) {
-            if let RoomEnd::Failed { reason } = drill.end(prefill, *room) {
-                failed += 1;
-                assert!(reason.contains("Lost connection with decode instance"), "{reason}");
-                drill.released(prefill, *room);
-            }
-        }
-        // The room that was under way meanwhile, and one after it.
-        drill.success(other, 200);
-        drill.verify(other, 200, &a, &sources(16));
-        drill.fetch_done(other);
-        drill.fetch(other, &[(201, b.clone())], 1);
-        drill.success(other, 201);
-        drill.verify(other, 201, &b, &sources(16));
-        failed > 0
-    });
+    until_in_the_middle(kills::decode);
 }
 
 /// Silence proves nothing: what a stopped process may still read or write stays its own.
@@ -120,7 +68,7 @@ fn a_stopped_decode_fails_nothing_and_releases_nothing() {
 /// `kill -9` of prefill while decode waits for it: nothing has moved, and still the reason is named.
 #[test]
 fn prefill_killed_before_it_has_the_request() {
-    let mut drill = Drill::new(TcpPath::Auto);
+    let mut drill = Drill::new(Way::Tcp(TcpPath::Auto));
     let (prefill, at) = drill.prefill();
     let decode = drill.decode(&at);
     let pages = sources(8);

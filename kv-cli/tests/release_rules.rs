@@ -8,78 +8,12 @@
 mod support;
 
 use kv_cli::driver::fleet::WorkerId;
-use kv_cli::driver::protocol::{BootstrapAt, Role, RoomEnd, TcpPath};
-use kv_cli::driver::stats::RankStats;
-use support::{
-    Drill, FIRST, LARGE, LARGE_PAGES, OTHER_PAGES, PATHS, cut, served, sources, until_in_the_middle, wanted,
-};
+use kv_cli::driver::protocol::{BootstrapAt, Role, RoomEnd};
+use support::rules::{self, accounted, again, failed, knows_all, quiet, releases, under_way};
+use support::{Drill, FIRST, LARGE_PAGES, OTHER_PAGES, PATHS, cut, sources, until_in_the_middle, wanted};
 
 /// So many numbers in a row are some heartbeats long, and some looks for proof.
 const A_WHILE: usize = 50;
-
-/// Nothing of a prefill may still read or write anything.
-fn quiet(n: &RankStats) -> bool {
-    ["ops_in_flight", "ops_retained", "bytes_retained", "rooms_awaiting_release"].iter().all(|name| n.get(name) == 0)
-        && n.retained_oldest_s == 0.0
-        && n.peers.iter().all(|p| (p.retained_ops, p.retained_bytes) == (0, 0))
-}
-
-/// Every write that was posted has ended, once.
-fn accounted(n: &RankStats) -> bool {
-    n.get("ops_posted") == n.get("ops_done") + n.get("ops_failed") + n.get("ops_unresolved")
-}
-
-/// It has heard of every room of its first decode: of others it would wait for metadata for minutes.
-fn knows_all(n: &RankStats) -> bool {
-    n.get("messages_in") > served().len() as u64
-}
-
-fn releases(n: &RankStats) -> (u64, u64) {
-    let by_peer: u64 = n.peers.iter().map(|p| p.released_without_proof).sum();
-    assert_eq!(n.get("released_without_proof"), by_peer, "one prefill rank owes each: {n:?}");
-    (n.get("released_with_proof"), n.get("released_without_proof"))
-}
-
-/// The large rooms that fail at a rank, with their pages at decode.
-fn failed(drill: &mut Drill, at: WorkerId, reason: &str) -> Vec<(u64, Vec<u32>)> {
-    let mut failed = wanted();
-    failed.retain(|(room, _)| {
-        if *room == FIRST {
-            return false;
-        }
-        match drill.end(at, *room) {
-            RoomEnd::Failed { reason: said } => {
-                assert!(said.contains(reason), "{said}");
-                true
-            }
-            RoomEnd::Success { .. } => false,
-        }
-    });
-    failed
-}
-
-/// Move these rooms, numbers and pages as before, and look at every byte.
-fn again(drill: &mut Drill, prefill: WorkerId, decode: WorkerId, rooms: &[(u64, Vec<u32>)]) {
-    let serve: Vec<_> = rooms.iter().map(|(room, _)| (*room, LARGE_PAGES)).collect();
-    drill.serve(prefill, &serve);
-    drill.fetch(decode, rooms, LARGE);
-    for (room, _) in rooms {
-        drill.success(decode, *room);
-    }
-    drill.fetch_done(decode);
-    for (room, pages) in rooms {
-        drill.verify(decode, *room, pages, &sources(pages.len()));
-    }
-}
-
-/// A prefill and a decode with [`served`] under way.
-fn under_way(path: TcpPath) -> (Drill, WorkerId, String, WorkerId) {
-    let mut drill = Drill::with_numbers(path);
-    let (prefill, at) = drill.prefill();
-    let decode = drill.decode(&at);
-    drill.begin(prefill, &[], decode, decode);
-    (drill, prefill, at, decode)
-}
 
 /// The transport sees that the process is gone: that is proof, long before the timeout. The next prefill at the address
 /// is another generation: it serves the same numbers into the same pages, and nothing of the old counts against it.
@@ -213,36 +147,7 @@ fn r_f4_cat_f20_cat_f21_beyond_the_timeout_pages_come_back_by_policy_and_are_cou
 /// Prefill has no timeout that would let go of a write, so that nothing is counted any more is proof: the death was seen.
 #[test]
 fn r_f5_cat_f55_writes_to_a_killed_decode_are_let_go_of_by_proof_of_its_death() {
-    until_in_the_middle(|path| {
-        let mut drill = Drill::with_numbers(path);
-        let (prefill, at) = drill.prefill();
-        let (doomed, other) = (drill.decode(&at), drill.decode(&at));
-        drill.begin(prefill, &[(200, OTHER_PAGES)], doomed, prefill);
-        drill.signal(doomed, libc::SIGKILL);
-        drill.killed(doomed);
-        drill.forget_numbers(prefill);
-        if !knows_all(&drill.numbers(prefill)) {
-            return false;
-        }
-        let lost = failed(&mut drill, prefill, "Lost connection with decode instance");
-        for (room, _) in &lost {
-            drill.released(prefill, *room);
-        }
-        drill.forget_numbers(prefill);
-        let settled = drill.until(prefill, "it is not quiet", quiet);
-        assert_eq!(settled.get("rooms_failed"), lost.len() as u64, "{settled:?}");
-        assert!(accounted(&settled), "{settled:?}");
-
-        drill.fetch(other, &[(200, sources(16))], 1);
-        drill.success(other, 200);
-        drill.verify(other, 200, &sources(16), &sources(16));
-        drill.forget_numbers(other);
-        let of_other = drill.numbers(other);
-        let counted = ["rooms_succeeded", "rooms_failed", "rooms_awaiting_release"].map(|name| of_other.get(name));
-        assert_eq!((counted, releases(&of_other)), ([1, 0, 0], (0, 0)), "{of_other:?}");
-        // Writes were cut off: their end was not that they were done.
-        settled.get("ops_failed") + settled.get("ops_unresolved") > 0
-    });
+    until_in_the_middle(rules::writes_to_a_killed_decode);
 }
 
 /// Stop decode in the middle; the writes that are outstanding then. 0: it was too late, or too early.

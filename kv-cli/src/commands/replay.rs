@@ -223,8 +223,10 @@ pub fn await_ready(fleet: &mut Fleet, n: usize) -> Result<Option<String>> {
                 return Err(CliError::new(format!("{}: {what}", fleet.worker_name(id))).hint(hint));
             }
             Some(FleetEvent::Died(id, how)) => {
+                // Killed by a signal it says nothing: a library's fault, or a lack of memory.
+                let silent = how.contains("signal");
                 return Err(CliError::new(format!("{} ended before it was ready: {how}", fleet.worker_name(id)))
-                    .hint("its own message is above"));
+                    .hint(if silent { "`kvt doctor` tries out what is here" } else { "its own message is above" }));
             }
             Some(FleetEvent::From(id, event)) => {
                 return Err(CliError::new(format!("{} answered out of turn: {event:?}", fleet.worker_name(id))));

@@ -14,6 +14,7 @@ use crate::driver::protocol::{BootstrapAt, Role};
 use crate::driver::scheduler::Scheduler;
 use crate::driver::worker;
 use crate::error::{CliError, Result};
+use crate::leave;
 use crate::out;
 use crate::shape::{Rank, Shape};
 
@@ -87,7 +88,7 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
 /// End the program from a thread beside the run.
 fn end(e: CliError) {
     eprintln!("kvt: {}", e.one_line());
-    std::process::exit(1);
+    leave::now(1);
 }
 
 /// Wait until something accepts connections at `at`: the two sides may be started in any order.

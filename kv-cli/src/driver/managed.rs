@@ -36,7 +36,7 @@ pub struct Backend {
     pub transport: Arc<dyn Transport>,
     /// Frames the messages.
     pub hooks: Arc<dyn ManagerHooks>,
-    /// Bytes that came in so far.
+    /// Bytes that came in so far; zeros where the transport does not tell.
     pub arrived: Box<dyn Fn() -> Arrived + Send>,
 }
 

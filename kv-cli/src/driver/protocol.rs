@@ -50,7 +50,7 @@ pub enum TcpPath {
     Stream,
 }
 
-/// Bytes that came into a decode rank, by the way they came.
+/// Bytes that came into a decode rank, by the way they came. Zeros where the transport does not tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arrived {
     /// Copied out of a process on this host.

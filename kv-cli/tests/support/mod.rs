@@ -1,6 +1,8 @@
 //! Ranks as processes, told what to do one command at a time.
 
 pub mod cut;
+pub mod kills;
+pub mod rules;
 
 use std::collections::{HashMap, VecDeque};
 use std::process::Command;
@@ -22,8 +24,31 @@ pub const HEARTBEAT_S: u64 = 2;
 /// Pages in every pool: 256 MiB.
 pub const POOL_PAGES: u32 = 512;
 
+/// How the ranks of a drill move bytes.
+#[derive(Clone, Copy, Debug)]
+pub enum Way {
+    /// The embedded transport, by this path.
+    Tcp(TcpPath),
+    /// NIXL, with this value of `UCX_TLS`.
+    Nixl(Option<&'static str>),
+}
+
 /// Both ways of the embedded transport on one host.
-pub const PATHS: [TcpPath; 2] = [TcpPath::Copy, TcpPath::Stream];
+pub const PATHS: [Way; 2] = [Way::Tcp(TcpPath::Copy), Way::Tcp(TcpPath::Stream)];
+
+impl Way {
+    /// A rank's process.
+    fn command(self, role: Role) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvt"));
+        command.args([role.to_string().as_str(), "--worker"]);
+        if let Self::Nixl(tls) = self {
+            // Of the many errors that NIXL logs when a peer dies none is news.
+            command.env_remove("UCX_TLS").env("NIXL_LOG_LEVEL", "FATAL");
+            command.envs(tls.map(|tls| ("UCX_TLS", tls)));
+        }
+        command
+    }
+}
 
 /// A room of one page and [`LARGE`] of 36 MiB, all asked for at once, the small one last: when it is through, prefill
 /// knows of the large ones, and they are under way.
@@ -59,16 +84,23 @@ pub fn sources(n: usize) -> Vec<u32> {
 
 /// On a machine with little time for this program, all may be over before the signal is sent. That tests nothing, so
 /// it is done again.
-pub fn until_in_the_middle(attempt: impl Fn(TcpPath) -> bool) {
-    for path in PATHS {
-        assert!((0..20).any(|_| attempt(path)), "{path:?}: the signal was too late every time");
-    }
+pub fn until_in_the_middle(attempt: impl Fn(Way) -> bool) {
+    PATHS.into_iter().for_each(|way| until_in_the_middle_of(way, &attempt));
 }
 
-fn config(role: Role, bootstrap: BootstrapAt, tcp_path: TcpPath, stats_every_ms: u64) -> WorkerConfig {
+/// The same over one way.
+pub fn until_in_the_middle_of(way: Way, attempt: impl Fn(Way) -> bool) {
+    assert!((0..20).any(|_| attempt(way)), "{way:?}: the signal was too late every time");
+}
+
+fn config(role: Role, bootstrap: BootstrapAt, way: Way, stats_every_ms: u64) -> WorkerConfig {
+    let (transport, tcp_path) = match way {
+        Way::Tcp(path) => ("tcp", path),
+        Way::Nixl(_) => ("nixl", TcpPath::default()),
+    };
     WorkerConfig {
         role,
-        transport: "tcp".into(),
+        transport: transport.into(),
         // 512 KiB a page.
         model: ModelSpec {
             name: "small".into(),
@@ -92,7 +124,7 @@ fn config(role: Role, bootstrap: BootstrapAt, tcp_path: TcpPath, stats_every_ms:
 /// A fleet, and what it said that nobody has asked for yet.
 pub struct Drill {
     fleet: Fleet,
-    path: TcpPath,
+    way: Way,
     said: Vec<FleetEvent>,
     stats_every_ms: u64,
     /// Numbers that nobody has looked at yet, oldest first.
@@ -100,13 +132,13 @@ pub struct Drill {
 }
 
 impl Drill {
-    pub fn new(path: TcpPath) -> Self {
-        Self { fleet: Fleet::new(), path, said: Vec::new(), stats_every_ms: 0, numbers: HashMap::new() }
+    pub fn new(way: Way) -> Self {
+        Self { fleet: Fleet::new(), way, said: Vec::new(), stats_every_ms: 0, numbers: HashMap::new() }
     }
 
     /// One whose ranks say what they count, ten times a second.
-    pub fn with_numbers(path: TcpPath) -> Self {
-        Self { stats_every_ms: 100, ..Self::new(path) }
+    pub fn with_numbers(way: Way) -> Self {
+        Self { stats_every_ms: 100, ..Self::new(way) }
     }
 
     fn hear(&mut self, event: FleetEvent) {
@@ -163,9 +195,8 @@ impl Drill {
 
     /// Start a rank; its number, and its registry when it runs one.
     pub fn start(&mut self, role: Role, bootstrap: BootstrapAt) -> (WorkerId, Option<String>) {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kvt"));
-        command.args([role.to_string().as_str(), "--worker"]);
-        let id = self.fleet.spawn_command(command, config(role, bootstrap, self.path, self.stats_every_ms)).unwrap();
+        let config = config(role, bootstrap, self.way, self.stats_every_ms);
+        let id = self.fleet.spawn_command(self.way.command(role), config).unwrap();
         self.expect("ready", |event| match event {
             FleetEvent::From(w, FromWorker::Ready { bootstrap, .. }) if *w == id => Some((id, bootstrap.clone())),
             _ => None,

@@ -1,7 +1,13 @@
 //! `kvt doctor`: which transports and devices work here, which do not, why, and what would change that.
 
+#[cfg(feature = "nixl")]
+mod child;
 mod host;
 mod network;
+#[cfg(feature = "nixl")]
+mod nixl;
+#[cfg(feature = "nixl")]
+mod nixl_trial;
 mod probe;
 
 use std::fs;
@@ -79,12 +85,13 @@ fn table(checks: &[Check]) -> String {
 }
 
 fn checks() -> Vec<Check> {
-    let mut checks = vec![];
-    checks.extend(tcp());
+    let copies = probe::same_host_copy();
+    let mut checks = tcp(&copies);
+    checks.extend(nixl(&copies));
     let not_built = |name| {
         Check::new(name, Status::No, "not in this release", "use --transport tcp: host memory, this host and others")
     };
-    checks.extend(["transport: nixl", "transport: mooncake", "transport: mori"].map(not_built));
+    checks.extend(["transport: mooncake", "transport: mori"].map(not_built));
     checks.extend([
         network::listens("tcp: IPv4", "127.0.0.1:0", "ip link set lo up"),
         network::listens("tcp: IPv6", "[::1]:0", "sysctl -w net.ipv6.conf.all.disable_ipv6=0 && ip link set lo up"),
@@ -104,7 +111,7 @@ fn checks() -> Vec<Check> {
 
 /// The embedded transport, really started.
 #[cfg(feature = "tcp")]
-fn tcp() -> Vec<Check> {
+fn tcp(copies: &std::result::Result<(), String>) -> Vec<Check> {
     use kv_transfer::tcp::{TcpConfig, TcpTransport};
     let transport = match TcpTransport::new(TcpConfig::default()) {
         Ok(transport) => transport,
@@ -125,22 +132,34 @@ fn tcp() -> Vec<Check> {
     };
     vec![
         Check::new(TRANSPORT, Status::Ok, "host memory; started here", ""),
-        same_host_copies(),
+        same_host_copies(copies),
         network::addresses(&ips),
         pidfd,
     ]
 }
 
 #[cfg(not(feature = "tcp"))]
-fn tcp() -> Vec<Check> {
+fn tcp(copies: &std::result::Result<(), String>) -> Vec<Check> {
     let fix = "cargo build -p kv-transfer-cli --features tcp";
-    vec![Check::new(TRANSPORT, Status::No, "not built into this program", fix), same_host_copies()]
+    vec![Check::new(TRANSPORT, Status::No, "not built into this program", fix), same_host_copies(copies)]
 }
 
-/// Whether one process may read another's memory (`process_vm_readv`): tried with a child of this program.
-fn same_host_copies() -> Check {
+/// NIXL, really tried out.
+#[cfg(feature = "nixl")]
+fn nixl(copies: &std::result::Result<(), String>) -> Vec<Check> {
+    nixl::checks(copies)
+}
+
+#[cfg(not(feature = "nixl"))]
+fn nixl(_copies: &std::result::Result<(), String>) -> Vec<Check> {
+    let fix = "cargo build -p kv-transfer-cli --features nixl";
+    vec![Check::new("transport: nixl", Status::No, "not built into this program", fix)]
+}
+
+/// Whether one process may read another's memory (`process_vm_readv`): it was tried with a child of this program.
+fn same_host_copies(tried: &std::result::Result<(), String>) -> Check {
     let seccomp = fs::read_to_string("/proc/self/status").is_ok_and(|s| s.lines().any(|l| l == "Seccomp:\t2"));
-    copies_check(probe::same_host_copy(), probe::yama_scope(), seccomp)
+    copies_check(tried.clone(), probe::yama_scope(), seccomp)
 }
 
 fn copies_check(tried: std::result::Result<(), String>, yama: Option<u32>, seccomp: bool) -> Check {
