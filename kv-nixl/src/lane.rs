@@ -84,7 +84,7 @@ pub(crate) struct Flight {
     pub op: WriteOp,
     pub peer: Arc<Peer>,
     pub requests: SmallVec<[Request; 1]>,
-    /// The library said last that a transfer of it is in progress.
+    /// A transfer of it is in progress, as far as the library ever said.
     pub going: bool,
     since: Instant,
 }
@@ -234,8 +234,14 @@ impl NixlLane {
 
     /// A transfer of it failed. That proves nothing, about the others of the op nor about the parts of this one.
     fn fail(&mut self, flight: Flight, code: Code) {
-        let text = format!("write to {}: {}", flight.peer.name.to_string_lossy(), code.name());
-        let error = TransportError::new(ErrorKind::Backend, text);
+        let error = match flight.peer.state() {
+            // The endpoint was closed under it, for this reason.
+            State::Lost(error) | State::Dead(error) if code.0 == nixl_capi_sys::status::NOT_FOUND => error,
+            _ => {
+                let text = format!("write to {}: {}", flight.peer.name.to_string_lossy(), code.name());
+                TransportError::new(ErrorKind::Backend, text)
+            }
+        };
         self.unresolved(&flight, error.clone());
         let peer = Arc::clone(&flight.peer);
         self.retained.push(flight);
@@ -277,9 +283,11 @@ impl NixlLane {
                         worst = Progress::Going;
                     }
                 }
-                failed @ Progress::Failed(_) => {
+                Progress::Failed(code) => {
                     left.push(request);
-                    worst = failed;
+                    worst = Progress::Failed(code);
+                    // The endpoint was closed: that says nothing of the transfer.
+                    going |= flight.going && code.0 == nixl_capi_sys::status::NOT_FOUND;
                 }
             }
         }
@@ -478,10 +486,15 @@ fn refused(peer: &Peer, code: Code) -> TransportError {
 
 impl Lane for NixlLane {
     fn submit(&mut self, op: WriteOp) -> Result<(), SubmitError> {
-        let peer = match self.core.peer(op.peer) {
-            Some(peer) if peer.live() && !peer.closing.load(Ordering::Acquire) => peer,
-            _ => {
-                let error = TransportError::new(ErrorKind::PeerLost, format!("peer {} is not connected", op.peer));
+        let lost = |text: String| TransportError::new(ErrorKind::PeerLost, text);
+        let peer = self.core.peer(op.peer).filter(|p| !p.closing.load(Ordering::Acquire));
+        let peer = match peer.as_ref().map(|p| (p, p.state())) {
+            Some((peer, State::Live)) => Arc::clone(peer),
+            Some((_, State::Lost(error) | State::Dead(error))) => {
+                return Err(SubmitError::Rejected(op, lost(error.message)));
+            }
+            None => {
+                let error = lost(format!("peer {} is not connected", op.peer));
                 return Err(SubmitError::Rejected(op, error));
             }
         };

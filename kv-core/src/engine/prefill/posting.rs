@@ -69,8 +69,9 @@ impl PrefillShard {
                     }
                 }
                 Err(PostError::PeerLost(event, reason)) => {
-                    self.drive(now, post.key, event, control);
+                    // First: what all of its rooms hear is this room's reason, too.
                     self.peer_lost(now, &name, &reason, control);
+                    self.drive(now, post.key, event, control);
                 }
                 Err(PostError::Busy) => {
                     if let Some(peer) = self.peers.get_mut(&name) {
