@@ -10,8 +10,8 @@ const RDMA: &str = "/sys/class/infiniband";
 ///
 /// * `UCX_LOG_FILE=stderr`: UCX writes its messages to standard output otherwise, between the lines of programs whose
 ///   output is read by others.
-/// * `UCX_MODULES=^ib`, only where the machine has no RDMA device: the module brings a library whose destructor crashes
-///   every process at its normal end (bundled libnl of the 1.5.1 wheel, exit status 139). Where there is RDMA, nothing is
+/// * `UCX_MODULES=^ib`, only where the machine has no RDMA device: the module brings a library whose destructor was
+///   seen to crash every process at its normal end (bundled libnl of the 1.5.1 wheel, exit status 139; on some machines). Where there is RDMA, nothing is
 ///   turned off; a program there that must end with its own status calls `_exit` after it has dropped its transports.
 ///
 /// [`NixlTransport::new`](crate::NixlTransport::new) calls it before it opens the library. A program whose other threads

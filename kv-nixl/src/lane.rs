@@ -220,6 +220,9 @@ impl NixlLane {
             return Ok(());
         }
         peer.open.fetch_add(1, Ordering::SeqCst);
+        if failed.is_none() {
+            peer.flying.fetch_add(1, Ordering::SeqCst);
+        }
         let flight = Flight { op, peer, requests: going, going: failed.is_none(), since: Instant::now() };
         if let Some(code) = failed {
             self.fail(flight, code);
@@ -262,6 +265,12 @@ impl NixlLane {
         let peer = Arc::clone(&flight.peer);
         self.core.bury(flight);
         self.ended(&peer);
+    }
+
+    /// An op of this peer cannot end well any more, or has.
+    fn landed(&self, peer: &Arc<Peer>) {
+        peer.flying.fetch_sub(1, Ordering::SeqCst);
+        self.core.landed(peer);
     }
 
     fn ended(&self, peer: &Arc<Peer>) {
@@ -320,9 +329,14 @@ impl NixlLane {
                 Progress::Done => {
                     stats::add(&self.core.counters.ops_done, 1);
                     self.tell(LaneEvent::Outcome(flight.op.id, Outcome::Done));
+                    self.landed(&flight.peer);
                     self.ended(&flight.peer);
                 }
-                Progress::Failed(code) => self.fail(flight, code),
+                Progress::Failed(code) => {
+                    let peer = Arc::clone(&flight.peer);
+                    self.fail(flight, code);
+                    self.landed(&peer);
+                }
                 Progress::Going => {
                     let name = flight.peer.name.to_string_lossy();
                     let text = format!("write to {name} is still in progress after {timeout:?}");
@@ -341,13 +355,17 @@ impl NixlLane {
         self.next_overdue_look = now + OVERDUE_LOOK;
         for mut flight in std::mem::take(&mut self.overdue) {
             match Self::sweep(&self.core, &mut flight) {
-                Progress::Done => self.settle(flight, Settlement::Settled { src_quiet: true, dst_quiet: true }),
+                Progress::Done => {
+                    self.landed(&flight.peer);
+                    self.settle(flight, Settlement::Settled { src_quiet: true, dst_quiet: true });
+                }
                 Progress::Going => self.overdue.push(flight),
                 Progress::Failed(code) => {
                     let text = format!("write to {}: {}", flight.peer.name.to_string_lossy(), code.name());
                     let peer = Arc::clone(&flight.peer);
                     self.retained.push(flight);
                     self.core.lose(&peer, TransportError::new(ErrorKind::Backend, text));
+                    self.landed(&peer);
                 }
             }
         }
@@ -370,12 +388,15 @@ impl NixlLane {
         // The endpoint is closed: the library has nothing more to say about these.
         for flight in self.flying.remove(&peer.id).into_iter().flatten() {
             self.in_flight -= 1;
+            peer.flying.fetch_sub(1, Ordering::SeqCst);
             self.unresolved(&flight, error.clone());
             self.retained.push(flight);
         }
         let theirs = |f: &mut Flight| f.peer.id == peer.id;
         let mut settled: Vec<Flight> = self.retained.extract_if(.., theirs).collect();
-        settled.extend(self.overdue.extract_if(.., theirs));
+        let overdue: Vec<Flight> = self.overdue.extract_if(.., theirs).collect();
+        peer.flying.fetch_sub(overdue.len(), Ordering::SeqCst);
+        settled.extend(overdue);
         for flight in settled {
             self.settle(flight, Settlement::PeerGenerationDead);
         }

@@ -4,9 +4,16 @@
 //! has one, and from then on refuses the whole metadata of that agent too, for the life of the process. So what ends
 //! early never reaches it. The format is NIXL's own: fields of a tag, a length (u64, little-endian), bytes, and `|`.
 
-/// What is wrong with metadata.
+/// Metadata ends before all that it announces is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EndsEarly;
+
+/// Whether metadata follows the known format to its end. If our own library's does, a peer's that does not is damaged.
+pub(crate) fn is_known(metadata: &[u8]) -> bool {
+    let Some(rest) = metadata.strip_prefix(b"nixlSerDes|") else { return false };
+    let mut fields = Fields(rest);
+    matches!(fields.take(b"Agent"), Ok(Some(_))) && matches!(fields.all(), Ok(Some(()))) && fields.0.is_empty()
+}
 
 /// The agent it names, if its format is the one known here; everything that the known fields announce is there.
 pub(crate) fn agent(metadata: &[u8]) -> Result<Option<&[u8]>, EndsEarly> {
@@ -95,6 +102,7 @@ mod tests {
     fn every_cut_is_noticed() {
         let whole = metadata();
         assert_eq!(agent(&whole), Ok(Some(&b"some-agent"[..])));
+        assert!(is_known(&whole) && !is_known(&whole[1..]) && !is_known(&[&whole[..], b"more"].concat()));
         for n in 0..whole.len() {
             assert_eq!(agent(&whole[..n]), Err(EndsEarly), "{n} of {} bytes", whole.len());
         }

@@ -33,6 +33,8 @@ pub(crate) struct Peer {
     pub metadata: Mutex<Bytes>,
     /// Ops in flight or not settled.
     pub open: AtomicUsize,
+    /// Of those, the ones that may still end well.
+    pub flying: AtomicUsize,
     /// Let go of by the manager.
     pub closing: AtomicBool,
     state: Mutex<State>,
@@ -56,6 +58,7 @@ impl Peer {
             process,
             metadata: Mutex::new(metadata),
             open: AtomicUsize::new(0),
+            flying: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
             state: Mutex::new(State::Live),
         }

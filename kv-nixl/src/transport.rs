@@ -53,6 +53,8 @@ pub(crate) struct Core {
     metadata: Mutex<Option<Bytes>>,
     /// How often metadata was given out.
     exports: AtomicU64,
+    /// The library writes metadata as we know it.
+    known_format: bool,
 }
 
 impl Core {
@@ -98,7 +100,15 @@ impl Core {
             stats::add(&self.counters.peers_lost, 1);
         }
         self.notify_lanes(peer, news);
+        self.landed(peer);
         self.forget_if_over(peer);
+    }
+
+    /// Nothing more can end well at a generation that is lost: close its endpoint, which is of no use any more.
+    pub fn landed(&self, peer: &Arc<Peer>) {
+        if peer.flying.load(Ordering::SeqCst) == 0 && !peer.live() {
+            self.unload(peer);
+        }
     }
 
     /// Its process has ended: close the endpoint, which settles everything.
@@ -212,6 +222,13 @@ impl Core {
             Ok(Some(inside)) if inside != name.to_bytes() => {
                 let inside = String::from_utf8_lossy(inside);
                 return Err(bad(format!("the metadata of {} is that of {inside}", descriptor.name)));
+            }
+            // Our own library writes the known format: so does theirs, or it is damaged.
+            Ok(_) if self.known_format && !metadata::is_known(&descriptor.metadata) => {
+                return Err(bad(format!(
+                    "the metadata of {} is damaged, or of another release of NIXL",
+                    descriptor.name
+                )));
             }
             Ok(_) => {}
         }
@@ -385,6 +402,7 @@ impl NixlTransport {
         };
         let c_name = CString::new(name.as_str()).map_err(|e| unavailable(&e))?;
         let agent = Agent::new(api, &c_name, &config)?;
+        let known_format = agent.local_metadata().is_ok_and(|m| metadata::is_known(&m));
         let keeper = Keeper::new().map_err(|e| unavailable(&format!("epoll: {e}")))?;
         let core = Arc::new(Core {
             agent: ManuallyDrop::new(agent),
@@ -402,6 +420,7 @@ impl NixlTransport {
             graveyard: Mutex::default(),
             metadata: Mutex::default(),
             exports: AtomicU64::new(0),
+            known_format,
             config,
         });
         core.keeper.start(Arc::downgrade(&core)).map_err(|e| unavailable(&format!("start a thread: {e}")))?;
