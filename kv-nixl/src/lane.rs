@@ -32,6 +32,11 @@ use crate::transport::{Core, lock};
 /// While nothing ends, the time to the next look grows from the first to the last of these.
 const FIRST_LOOK: Duration = Duration::from_micros(10);
 const LAST_LOOK: Duration = Duration::from_micros(100);
+/// While nothing ends, one look goes on for this long: looking is what moves a transfer over TCP along, and costs less than
+/// sleeping and waking for it (BENCHMARKS.md, NIXL).
+const ONE_LOOK: Duration = Duration::from_micros(20);
+/// So long after the last post or end. What takes longer is slow, or hangs.
+const EAGER: Duration = Duration::from_millis(10);
 /// Ops beyond their time are looked at this often.
 const OVERDUE_LOOK: Duration = Duration::from_millis(10);
 /// Ops of one peer that are found in progress before the others of it are left for the next look: they mostly end in the
@@ -103,6 +108,7 @@ pub(crate) struct NixlLane {
     retained: Vec<Flight>,
     news: Vec<LaneEvent>,
     look: Duration,
+    eager_until: Instant,
     next_overdue_look: Instant,
     armed: bool,
 }
@@ -125,6 +131,7 @@ impl NixlLane {
             retained: Vec::new(),
             news: Vec::new(),
             look: FIRST_LOOK,
+            eager_until: Instant::now(),
             next_overdue_look: Instant::now(),
             armed: false,
         })
@@ -229,6 +236,7 @@ impl NixlLane {
         } else {
             self.in_flight += 1;
             self.look = FIRST_LOOK;
+            self.eager_until = flight.since + EAGER;
             self.flying.entry(flight.peer.id).or_default().push_back(flight);
             self.arm();
         }
@@ -534,7 +542,15 @@ impl Lane for NixlLane {
         }
         if self.in_flight > 0 || !self.overdue.is_empty() {
             let now = Instant::now();
-            self.look = if self.look_at(now) { FIRST_LOOK } else { (self.look * 2).min(LAST_LOOK) };
+            let mut any = self.look_at(now);
+            while !any && self.in_flight > 0 && now < self.eager_until && now.elapsed() < ONE_LOOK {
+                std::thread::yield_now();
+                any = self.look_at(now);
+            }
+            if any {
+                self.eager_until = now + EAGER;
+            }
+            self.look = if any { FIRST_LOOK } else { (self.look * 2).min(LAST_LOOK) };
             self.look_at_overdue(now);
         }
         if self.armed {

@@ -3,11 +3,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kv_transfer::KvPoll;
+use kv_transfer::manager::KvReceiver;
 use kv_transfer::memory::MemoryOwner;
 use kv_transfer::plan::{EntryPair, PlanGroup, Run, WritePlan, find_runs};
 use kv_transfer::tcp::{HostArena, PathKind, TcpConfig, TcpTransport};
 use kv_transfer::transport::Transport;
+use kv_transfer::{KvPoll, RegionId};
 use serde_json::{Value, json};
 
 use crate::child::{Link, Peer, number, pages, text};
@@ -73,46 +74,10 @@ impl Bulk {
         self.decode.manager.drain_events(&mut Vec::new());
         let theirs = number(&self.peer.ask(&json!({ "do": "cpu" }))?, "cpu")?;
         let (cpu, start) = (process_cpu_ns(), now_ns());
-        let took = self.drive(first, &receivers, dst, in_flight)?;
+        let took = drive(&self.decode, self.fd, &receivers, dst, in_flight)?;
         let (ns, cpu) = (now_ns() - start, process_cpu_ns() - cpu);
         let theirs = number(&self.peer.ask(&json!({ "do": "finish" }))?, "cpu")? - theirs;
         Ok(Batch { ns, cpu: cpu + theirs, took })
-    }
-
-    fn drive(
-        &self,
-        first: u64,
-        receivers: &[kv_transfer::manager::KvReceiver],
-        dst: &[Vec<i32>],
-        in_flight: usize,
-    ) -> Result<Vec<f64>> {
-        let mut started: HashMap<u64, u64> = HashMap::new();
-        let mut waiting = receivers.iter().zip(dst);
-        let (mut took, mut events) = (Vec::with_capacity(dst.len()), Vec::new());
-        while took.len() < dst.len() {
-            while started.len() < in_flight {
-                let Some((receiver, pages)) = waiting.next() else { break };
-                started.insert(receiver.room().get(), now_ns());
-                publish(receiver, pages)?;
-            }
-            if !readable(self.fd, PATIENCE) {
-                return Err("rooms are in flight, and nothing happens".into());
-            }
-            self.decode.manager.drain_events(&mut events);
-            let now = now_ns();
-            for event in events.drain(..) {
-                let room = event.room.get();
-                match event.poll {
-                    KvPoll::Success => {
-                        let start = started.remove(&room).unwrap_or(now);
-                        took.push((now - start) as f64 / 1e6);
-                    }
-                    KvPoll::Failed => return Err(why(&receivers[(room - first) as usize])),
-                    _ => {}
-                }
-            }
-        }
-        Ok(took)
     }
 
     /// The copies that a room of these pages is.
@@ -125,6 +90,46 @@ impl Bulk {
         };
         Ok(layers.flat_map(|base| runs.iter().map(move |r| copy(base, r))).collect())
     }
+}
+
+/// Publish `dst`, one list a receiver, at most `in_flight` at a time, until all succeeded; ms each.
+pub fn drive(
+    decode: &Decode,
+    fd: i32,
+    receivers: &[KvReceiver],
+    dst: &[Vec<i32>],
+    in_flight: usize,
+) -> Result<Vec<f64>> {
+    let mut started: HashMap<u64, u64> = HashMap::new();
+    let mut waiting = receivers.iter().zip(dst);
+    let (mut took, mut events) = (Vec::with_capacity(dst.len()), Vec::new());
+    while took.len() < dst.len() {
+        while started.len() < in_flight {
+            let Some((receiver, pages)) = waiting.next() else { break };
+            started.insert(receiver.room().get(), now_ns());
+            publish(receiver, pages)?;
+        }
+        if !readable(fd, PATIENCE) {
+            return Err("rooms are in flight, and nothing happens".into());
+        }
+        decode.manager.drain_events(&mut events);
+        let now = now_ns();
+        for event in events.drain(..) {
+            let room = event.room;
+            match event.poll {
+                KvPoll::Success => {
+                    let start = started.remove(&room.get()).unwrap_or(now);
+                    took.push((now - start) as f64 / 1e6);
+                }
+                KvPoll::Failed => {
+                    let failed = receivers.iter().find(|r| r.room() == room);
+                    return Err(failed.map_or_else(|| "a room failed".into(), why));
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(took)
 }
 
 pub fn role(link: &mut Link) -> Result<()> {
@@ -157,7 +162,7 @@ pub fn role(link: &mut Link) -> Result<()> {
             }
             "bare" => {
                 let (src, dst) = (pages(&request, "src")?, pages(&request, "dst")?);
-                let plan = same_plan(&bare, (&geometry, &theirs), base, (&src, &dst))?;
+                let plan = same_plan(bare.region.id(), (&geometry, &theirs), base, (&src, &dst), 1)?;
                 let cpu = process_cpu_ns();
                 let ns = bare.run(peer, plan)?;
                 reply = json!({ "ns": ns, "cpu": process_cpu_ns() - cpu });
@@ -169,17 +174,18 @@ pub fn role(link: &mut Link) -> Result<()> {
     Ok(())
 }
 
-/// What the managers plan for a room of these pages, its metadata row included.
-fn same_plan(
-    bare: &Bare,
+/// What the managers plan for a room of these pages and this number, its metadata row included.
+pub fn same_plan(
+    region: RegionId,
     (ours, theirs): (&Geometry, &Geometry),
     base: u64,
     (src, dst): (&[i32], &[i32]),
+    room: u64,
 ) -> Result<WritePlan> {
     let entry = |i: u32, from: u64, to: u64, len: u64| EntryPair {
         src_entry: i,
         dst_entry: i,
-        src_region: bare.region.id(),
+        src_region: region,
         src_offset: from,
         dst_addr: base + to,
         item_len: len,
@@ -187,11 +193,11 @@ fn same_plan(
         dst_stride: len,
         dst_kind: Default::default(),
     };
-    let kv = (0..LAYERS).map(|l| entry(l as u32, ours.layer_offset(l), theirs.layer_offset(l), PAGE));
+    let kv = (0..ours.layers).map(|l| entry(l as u32, ours.layer_offset(l), theirs.layer_offset(l), ours.page));
     let mut runs = Vec::new();
     find_runs(src, dst, &mut runs)?;
     let aux = entry(0, ours.rows_offset(), theirs.rows_offset(), ROW);
-    let slot = Run { src: row(1), dst: row(1), count: 1 };
+    let slot = Run { src: row(room), dst: row(room), count: 1 };
     Ok(WritePlan::new([
         PlanGroup { entries: kv.collect(), runs: runs.into() },
         PlanGroup { entries: [aux].into(), runs: [slot].into() },

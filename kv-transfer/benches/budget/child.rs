@@ -18,8 +18,14 @@ pub struct Peer {
 impl Peer {
     /// Start this program in a role.
     pub fn start(role: &'static str) -> Result<Self> {
+        Self::start_with(role, &[])
+    }
+
+    /// The same with more in its environment, and in that of those it starts.
+    pub fn start_with(role: &'static str, environment: &[(&str, &str)]) -> Result<Self> {
         let mut process = Command::new(std::env::current_exe()?)
             .args(["--bench", "--role", role])
+            .envs(environment.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;

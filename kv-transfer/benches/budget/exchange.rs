@@ -1,7 +1,6 @@
 //! The bare exchange of a room over libzmq: 11 frames from decode to prefill, page and metadata row written by
 //! `process_vm_writev`, 5 frames back, the waiter woken. No rooms, no checks: what the sockets and wakes cost.
 
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use kv_transfer::tcp::HostArena;
@@ -67,8 +66,8 @@ pub struct Target {
     pub row: u64,
 }
 
-/// Prefill: serve exchanges until the process ends.
-pub fn serve(pull: &zmq::Socket, push: &zmq::Socket, source: &Arc<HostArena>, to: Target) -> Result<()> {
+/// Prefill: serve exchanges until the process ends; `write` writes the first page and row to these numbers.
+pub fn serve(pull: &zmq::Socket, push: &zmq::Socket, write: impl Fn(u64, u64) -> Result<()>) -> Result<()> {
     let mut frames = Vec::new();
     let mut index: Vec<i32> = Vec::new();
     loop {
@@ -80,12 +79,13 @@ pub fn serve(pull: &zmq::Socket, push: &zmq::Socket, source: &Arc<HostArena>, to
         index.clear();
         index.extend(frames[5].as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)));
         let (page, row) = (index.first().copied().unwrap_or(0) as u64, int(&frames[6]));
-        write(source, to, page, row)?;
+        write(page, row)?;
         send(push, &[b"KV_STATUS", room.to_string().as_bytes(), b"4", b"0", b""])?;
     }
 }
 
-fn write(source: &HostArena, to: Target, page: u64, row: u64) -> Result<()> {
+/// The kernel's copy.
+pub fn write(source: &HostArena, to: Target, page: u64, row: u64) -> Result<()> {
     let iov = |base: u64, len: u64| libc::iovec { iov_base: base as *mut libc::c_void, iov_len: len as usize };
     let from = source.as_ptr() as u64;
     let local = [iov(from, to.page), iov(from, to.row)];

@@ -18,6 +18,8 @@ mod geometry;
 mod idle;
 mod lane;
 mod layer;
+#[cfg(feature = "nixl")]
+mod nixl;
 mod pair;
 mod plan;
 mod report;
@@ -80,6 +82,16 @@ const GROUPS: &[Group] = &[
     Group { rows: geometry::ROWS, run: geometry::run },
 ];
 
+/// More rows and roles, where the feature `nixl` is on.
+#[cfg(feature = "nixl")]
+const NIXL: (&[Group], &[(&str, Role)]) = (nixl::GROUPS, nixl::ROLES);
+#[cfg(not(feature = "nixl"))]
+const NIXL: (&[Group], &[(&str, Role)]) = (&[], &[]);
+
+fn groups() -> impl Iterator<Item = &'static Group> {
+    GROUPS.iter().chain(NIXL.0)
+}
+
 type Role = fn(&mut Link) -> Result<()>;
 
 const ROLES: &[(&str, Role)] = &[
@@ -107,7 +119,7 @@ fn main() -> ExitCode {
             },
             "--role" => {
                 let role = args.next().unwrap_or_default();
-                let Some((_, run)) = ROLES.iter().find(|(name, _)| *name == role) else {
+                let Some((_, run)) = ROLES.iter().chain(NIXL.1).find(|(name, _)| *name == role) else {
                     return usage(&format!("there is no role {role}"));
                 };
                 return finish(run(&mut Link::new()));
@@ -143,13 +155,13 @@ fn measure(options: &Options) -> Result<()> {
     sys::allow_copies();
     println!("{}; load {:.2} at the start", sys::machine(), sys::load());
     let (start, mut report) = (std::time::Instant::now(), Report::default());
-    for group in GROUPS {
+    for group in groups() {
         if group.rows.iter().any(|row| options.wants(row)) {
             (group.run)(options, &mut report)?;
         }
     }
     if report.is_empty() {
-        let all: Vec<&str> = GROUPS.iter().flat_map(|g| g.rows).copied().collect();
+        let all: Vec<&str> = groups().flat_map(|g| g.rows).copied().collect();
         return Err(format!("no row is called so; there are: {}", all.join(", ")).into());
     }
     println!("{:.0} s; load {:.2} at the end", start.elapsed().as_secs_f64(), sys::load());

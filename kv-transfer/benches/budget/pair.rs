@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_transfer::bootstrap::{BootstrapServer, RegistrationConfig};
-use kv_transfer::hooks::TcpHooks;
+use kv_transfer::hooks::{ManagerHooks, TcpHooks};
 use kv_transfer::layout::{AttentionKind, EntryDesc, LayoutSpec, LocalLayout};
 use kv_transfer::manager::{
     DecodeConfig, DecodeManager, KvReceiver, KvSender, MetadataOptions, PrefillConfig, PrefillManager, SendOptions,
@@ -78,6 +78,15 @@ pub fn room(number: u64) -> Result<Room> {
     Room::new(number).ok_or_else(|| "room 0".into())
 }
 
+/// The hooks that belong to a transport.
+fn hooks(transport: &dyn Transport) -> Arc<dyn ManagerHooks> {
+    match transport.capabilities().name {
+        #[cfg(feature = "nixl")]
+        "nixl" => Arc::new(kv_transfer::nixl::NixlHooks::new()),
+        _ => Arc::new(TcpHooks::new()),
+    }
+}
+
 /// A prefill rank with its bootstrap server.
 pub struct Prefill {
     pub manager: PrefillManager,
@@ -88,7 +97,8 @@ pub struct Prefill {
 impl Prefill {
     pub fn start(transport: Arc<dyn Transport>, layout: LocalLayout) -> Result<Self> {
         let config = PrefillConfig { host: Some(HOST.into()), ..PrefillConfig::default() };
-        let manager = PrefillManager::start(config, transport, Arc::new(TcpHooks::new()), layout)?;
+        let hooks = hooks(&*transport);
+        let manager = PrefillManager::start(config, transport, hooks, layout)?;
         let server = BootstrapServer::bind(HOST, 0, Limits::default())?;
         let port = server.local_addr().port();
         manager.register(&RegistrationConfig::new(HOST, port))?;
@@ -113,7 +123,8 @@ pub struct Decode {
 impl Decode {
     pub fn start(transport: Arc<dyn Transport>, layout: LocalLayout, bootstrap: &str) -> Result<Self> {
         let config = DecodeConfig { host: Some(HOST.into()), ..DecodeConfig::default() };
-        let manager = DecodeManager::start(config, transport, Arc::new(TcpHooks::new()), layout)?;
+        let hooks = hooks(&*transport);
+        let manager = DecodeManager::start(config, transport, hooks, layout)?;
         Ok(Self { manager, bootstrap: bootstrap.to_owned() })
     }
 

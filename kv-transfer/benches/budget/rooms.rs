@@ -11,12 +11,12 @@ use std::time::Duration;
 use kv_transfer::KvPoll;
 use kv_transfer::manager::KvReceiver;
 use kv_transfer::memory::MemoryOwner;
-use kv_transfer::tcp::{TcpConfig, TcpTransport};
+use kv_transfer::tcp::{HostArena, TcpConfig, TcpTransport};
 use kv_transfer::transport::Transport;
 use serde_json::{Value, json};
 
 use crate::child::{Link, Peer, number, text};
-use crate::exchange::{Asker, Target, pull, push, serve};
+use crate::exchange::{self, Asker, Target, pull, push};
 use crate::pair::{self, Decode, Geometry, PATIENCE, Prefill, check_sent, publish, why};
 use crate::report::{Budget, Report, Row};
 use crate::stats::{median, quantile};
@@ -25,7 +25,7 @@ use crate::{Options, Result};
 
 pub const ROWS: &[&str] = &["room_idle", "room_back_to_back", "rooms_per_s"];
 pub const ROLE: &str = "rooms";
-const GEOMETRY: Geometry = Geometry { layers: 1, pages: 4096, page: 4096 };
+pub const GEOMETRY: Geometry = Geometry { layers: 1, pages: 4096, page: 4096 };
 const IN_FLIGHT: usize = 64;
 /// Receivers made before their turn, and senders.
 const AHEAD: usize = 256;
@@ -38,7 +38,8 @@ struct Turn {
     cpu: [u64; 2],
 }
 
-struct Bench {
+/// Decode's end, with prefill in another process, which has this role.
+pub struct Bench {
     peer: Peer,
     asker: Asker,
     decode: Decode,
@@ -51,14 +52,20 @@ fn page(room: u64) -> i32 {
 }
 
 impl Bench {
-    fn start() -> Result<Self> {
-        let mut peer = Peer::start(ROLE)?;
+    /// `hello` says what the role wants to know about decode's transport and its arena.
+    pub fn start(
+        role: &'static str,
+        transport: Arc<dyn Transport>,
+        hello: impl FnOnce(&dyn Transport, u64) -> Value,
+    ) -> Result<Self> {
+        let mut peer = Peer::start(role)?;
         let arena = GEOMETRY.arena()?;
+        let region = transport.register(arena.clone())?;
         let context = zmq::Context::new();
         let (listener, port) = pull(&context)?;
-        let hello = peer.ask(&json!({ "port": port, "pid": std::process::id(), "base": arena.base() }))?;
-        let transport = Arc::new(TcpTransport::new(TcpConfig::loopback())?);
-        let region = transport.register(arena)?;
+        let mut hello = hello(&*transport, arena.base());
+        hello["port"] = json!(port);
+        let hello = peer.ask(&hello)?;
         let decode = Decode::start(transport, GEOMETRY.layout(region)?, text(&hello, "bootstrap")?)?;
         let asker = Asker::start(listener, push(&context, number(&hello, "port")?)?);
         let fd = decode.manager.subscribe()?;
@@ -203,17 +210,23 @@ fn pause_for(pause: Duration) {
 }
 
 pub fn run(options: &Options, report: &mut Report) -> Result<()> {
-    let mut bench = Bench::start()?;
+    let transport = Arc::new(TcpTransport::new(TcpConfig::loopback())?);
+    let bench = Bench::start(ROLE, transport, |_, base| json!({ "pid": std::process::id(), "base": base }))?;
+    measure(options, report, ROWS, bench)
+}
+
+/// The rows of one transport: idle, back to back, and together.
+pub fn measure(options: &Options, report: &mut Report, rows: &[&str], mut bench: Bench) -> Result<()> {
     // Connections and caches.
     bench.floor_one_by_one(50, Duration::ZERO)?;
     bench.ours_one_by_one(50, Duration::ZERO)?;
-    for (row, pause, count) in [(ROWS[0], 1, 150), (ROWS[1], 0, 1500)] {
+    for (row, pause, count) in [(rows[0], 1, 150), (rows[1], 0, 1500)] {
         if options.wants(row) {
             latency(options, report, &mut bench, row, Duration::from_millis(pause), options.count(count))?;
         }
     }
-    if options.wants(ROWS[2]) {
-        throughput(options, report, &mut bench)?;
+    if options.wants(rows[2]) {
+        throughput(options, report, &mut bench, rows[2])?;
     }
     Ok(())
 }
@@ -252,7 +265,7 @@ fn cpu_us(turns: &[Turn], count: usize) -> String {
     format!("{:.1}+{:.1}", side(0), side(1))
 }
 
-fn throughput(options: &Options, report: &mut Report, bench: &mut Bench) -> Result<()> {
+fn throughput(options: &Options, report: &mut Report, bench: &mut Bench, row: &str) -> Result<()> {
     let count = options.count(40_000);
     let (mut floor, mut ours) = (Vec::new(), Vec::new());
     for _ in 0..options.rounds(5) {
@@ -261,7 +274,7 @@ fn throughput(options: &Options, report: &mut Report, bench: &mut Bench) -> Resu
     }
     let rate = |turns: &[Turn]| median(&turns.iter().map(|t| count as f64 / t.secs).collect::<Vec<_>>());
     report.add(Row {
-        row: ROWS[2].into(),
+        row: row.into(),
         ours: rate(&ours),
         peer: rate(&floor),
         unit: "rooms/s",
@@ -273,27 +286,42 @@ fn throughput(options: &Options, report: &mut Report, bench: &mut Bench) -> Resu
 }
 
 pub fn role(link: &mut Link) -> Result<()> {
+    let transport = Arc::new(TcpTransport::new(TcpConfig::loopback())?);
+    serve(link, transport, |hello, arena| {
+        let base = number(hello, "base")?;
+        let target = Target {
+            pid: number(hello, "pid")? as i32,
+            pages: base,
+            page: GEOMETRY.page,
+            rows: base + GEOMETRY.rows_offset(),
+            row: pair::ROW,
+        };
+        let source = arena.clone();
+        Ok(Box::new(move |page, row| exchange::write(&source, target, page, row)))
+    })
+}
+
+/// Writes the first page and row to the page and row of these numbers.
+type BareWrite = Box<dyn Fn(u64, u64) -> Result<()> + Send>;
+
+/// Prefill's process; `bare` makes the bare exchange's write.
+pub fn serve(
+    link: &mut Link,
+    transport: Arc<dyn Transport>,
+    bare: impl FnOnce(&Value, &Arc<HostArena>) -> Result<BareWrite>,
+) -> Result<()> {
     let Some(hello) = link.next()? else { return Ok(()) };
     let arena = GEOMETRY.arena()?;
     let context = zmq::Context::new();
     let (listener, port) = pull(&context)?;
     let answers = push(&context, number(&hello, "port")?)?;
-    let base = number(&hello, "base")?;
-    let target = Target {
-        pid: number(&hello, "pid")? as i32,
-        pages: base,
-        page: GEOMETRY.page,
-        rows: base + GEOMETRY.rows_offset(),
-        row: pair::ROW,
-    };
-    let source = arena.clone();
+    let write = bare(&hello, &arena)?;
     std::thread::spawn(move || {
-        if let Err(e) = serve(&listener, &answers, &source, target) {
+        if let Err(e) = exchange::serve(&listener, &answers, write) {
             eprintln!("the bare exchange ended: {e}");
             std::process::exit(1);
         }
     });
-    let transport = Arc::new(TcpTransport::new(TcpConfig::loopback())?);
     let region = transport.register(arena)?;
     let prefill = Prefill::start(transport, GEOMETRY.layout(region)?)?;
     link.say(&json!({ "port": port, "bootstrap": prefill.bootstrap }))?;
