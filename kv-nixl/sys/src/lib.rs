@@ -8,7 +8,7 @@
 //! request lets go of a transfer that is still in progress, whatever the library says of it.
 //!
 //! # The library's own ways (1.5.1)
-//! * Every function returns a [status](status); [`status::IN_PROG`] and [`status::SUCCESS`] are no errors.
+//! * Every function returns a [status]; [`status::IN_PROG`] and [`status::SUCCESS`] are no errors.
 //! * `create_xfer_req` answers every failure with [`status::BACKEND`].
 //! * `release_xfer_req` answers success while the transfer goes on: the memory of both sides stays in use.
 //! * Strings and blobs that it hands out are freed with C's `free`: [`free`].
