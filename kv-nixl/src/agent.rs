@@ -5,6 +5,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::ptr::null_mut;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use kv_core::memory::MemoryKind;
@@ -84,6 +85,24 @@ impl Drop for List<'_> {
     fn drop(&mut self) {
         // SAFETY: our list, ended once; requests have copies.
         unsafe { (self.api.destroy_xfer_dlist)(self.handle) };
+    }
+}
+
+/// A list whose ranges have been looked up: [`crate::prepared`].
+pub(crate) struct Prepared {
+    agent: Arc<Agent>,
+    handle: Handle,
+}
+
+// SAFETY: as for requests.
+unsafe impl Send for Prepared {}
+// SAFETY: the library only reads it.
+unsafe impl Sync for Prepared {}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        // SAFETY: ours, ended once; transfers that were made of it have copies.
+        unsafe { (self.agent.api.release_xfer_dlist_handle)(self.agent.handle, self.handle) };
     }
 }
 
@@ -284,6 +303,56 @@ impl Agent {
                 local.handle,
                 remote.handle,
                 name.as_ptr(),
+                &raw mut request,
+                null_mut(),
+            )
+        })?;
+        Ok(Request(request))
+    }
+
+    /// Look up `slots` items that lie back to back from `addr` on: of a peer, or our own.
+    pub fn prepare(
+        self: &Arc<Self>,
+        owner: Option<&CStr>,
+        (addr, item_len, kind): (u64, u64, MemoryKind),
+        slots: u64,
+    ) -> Result<Prepared, Code> {
+        let bad = Code(status::INVALID_PARAM);
+        item_len.checked_mul(slots).and_then(|len| addr.checked_add(len)).ok_or(bad)?;
+        let mut list = self.list(kind)?;
+        (0..slots).try_for_each(|i| list.add(addr + i * item_len, item_len))?;
+        let mut handle = null_mut();
+        // SAFETY: live handles, a string that ends in 0 (empty: our own memory), a place for the handle; no options.
+        check(unsafe {
+            (self.api.prep_xfer_dlist)(
+                self.handle,
+                owner.unwrap_or(c"").as_ptr(),
+                list.handle,
+                &raw mut handle,
+                null_mut(),
+            )
+        })?;
+        Ok(Prepared { agent: Arc::clone(self), handle })
+    }
+
+    /// A write of items of one prepared list into items of another.
+    pub fn make(
+        &self,
+        (local, ours): (&Prepared, &[c_int]),
+        (remote, theirs): (&Prepared, &[c_int]),
+    ) -> Result<Request, Code> {
+        let mut request = null_mut();
+        // SAFETY: live handles, indices with their counts, a place for the handle; no options.
+        check(unsafe {
+            (self.api.make_xfer_req)(
+                self.handle,
+                OP_WRITE,
+                local.handle,
+                ours.as_ptr(),
+                ours.len(),
+                remote.handle,
+                theirs.as_ptr(),
+                theirs.len(),
                 &raw mut request,
                 null_mut(),
             )

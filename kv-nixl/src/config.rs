@@ -21,6 +21,9 @@ pub struct NixlConfig {
     pub max_op_bytes: u64,
     /// Ops in flight, of one lane.
     pub max_ops_in_flight: usize,
+    /// Descriptors (about 40 bytes each) that may be kept prepared, over all peers: a page of an entry takes one here, and one
+    /// for each peer generation. Beyond that, lists are made anew for each op, which takes 1 to 4 % longer. 0: none.
+    pub prepared_descriptors: u64,
     /// An op that is still in progress after this time is reported unresolved, and looked at further: a stopped peer's
     /// kernel keeps connections alive for ever, so nothing else would say that it hangs.
     pub op_timeout: Duration,
@@ -60,6 +63,7 @@ impl Default for NixlConfig {
             workers: 1,
             max_op_bytes: 4 << 20,
             max_ops_in_flight: 1024,
+            prepared_descriptors: 2 << 20,
             op_timeout: Duration::from_secs(30),
             errors: PeerErrors::default(),
             parameters: Vec::new(),

@@ -4,7 +4,6 @@
 //! timer in the lane's wake descriptor, short while an end is near, longer the longer nothing ends. A copy between
 //! processes of one host is over when its post returns, and is never looked at.
 
-use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -13,8 +12,6 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kv_core::ids::PeerId;
-use kv_core::memory::{MemoryKind, RegisteredRegion};
-use kv_core::plan::{EntryPair, PlanGroup, Span, WritePlan};
 use kv_core::transport::{
     Lane, LaneEvent, Outcome, Settlement, SubmitError, TransportError, TransportErrorKind as ErrorKind, WriteOp,
 };
@@ -25,6 +22,7 @@ use rustix::time::{
 use smallvec::SmallVec;
 
 use crate::agent::{Code, Progress, Request};
+use crate::lower::lower;
 use crate::peer::{Peer, State};
 use crate::stats;
 use crate::transport::{Core, lock};
@@ -135,54 +133,6 @@ impl NixlLane {
             next_overdue_look: Instant::now(),
             armed: false,
         })
-    }
-
-    /// The transfers of an op, not started.
-    fn lower(&self, op: &WriteOp, peer: &Peer) -> Result<SmallVec<[Request; 1]>, TransportError> {
-        let invalid = |text: String| TransportError::new(ErrorKind::InvalidArgument, text);
-        if let Some(foreign) = op.regions.iter().find(|r| !self.core.is_ours(r)) {
-            return Err(invalid(format!("{foreign:?} is not registered with this agent")));
-        }
-        let (total, most) = (op.plan.total_bytes(), self.core.config.max_op_bytes.max(1));
-        if total > most {
-            return Err(invalid(format!("an op of {total} bytes; at most {most}")));
-        }
-        let agent = &self.core.agent;
-        let list = |memory| agent.list(memory).map_err(|code| refused(peer, code));
-        let mut requests = SmallVec::<[Request; 1]>::new();
-        for part in parts(op) {
-            let (mut local, mut remote, mut any) = (list(part.source)?, list(part.target)?, false);
-            let mut pieces = Pieces { regions: &op.regions, last: None };
-            let mut add = |piece: Option<Piece>| {
-                let Some(piece) = piece else { return Ok(()) };
-                any = true;
-                local.add(piece.from, piece.len).and_then(|()| remote.add(piece.to, piece.len))
-            };
-            let mut failed = None;
-            part.plan.for_each_span(|span| {
-                if failed.is_none() {
-                    failed = match pieces.push(&span) {
-                        Ok(piece) => add(piece).err().map(|code| refused(peer, code)),
-                        Err(text) => Some(invalid(text)),
-                    };
-                }
-            });
-            let failed = failed.or_else(|| add(pieces.last.take()).err().map(|code| refused(peer, code)));
-            let made = match failed {
-                Some(error) => Err(error),
-                None if any => agent.create(&peer.name, &local, &remote).map(Some).map_err(|code| refused(peer, code)),
-                None => Ok(None),
-            };
-            match made {
-                Ok(request) => requests.extend(request),
-                Err(error) => {
-                    // None of them was started.
-                    requests.into_iter().for_each(|r| agent.release(r));
-                    return Err(error);
-                }
-            }
-        }
-        Ok(requests)
     }
 
     fn tell(&mut self, event: LaneEvent) {
@@ -429,90 +379,6 @@ impl NixlLane {
     }
 }
 
-/// What of an op goes from one kind of memory to one kind of memory: a transfer of its own.
-struct Part<'a> {
-    source: MemoryKind,
-    target: MemoryKind,
-    plan: Cow<'a, WritePlan>,
-}
-
-fn parts(op: &WriteOp) -> SmallVec<[Part<'_>; 1]> {
-    let source =
-        |e: &EntryPair| op.regions.iter().find(|r| r.id() == e.src_region).map_or(MemoryKind::Dram, |r| r.kind());
-    let mut kinds = SmallVec::<[(MemoryKind, MemoryKind); 1]>::new();
-    for entry in op.plan.groups().iter().flat_map(|g| g.entries.iter()) {
-        let pair = (source(entry), entry.dst_kind);
-        if !kinds.contains(&pair) {
-            kinds.push(pair);
-        }
-    }
-    let whole = kinds.len() == 1;
-    let part = |(from, to): (MemoryKind, MemoryKind)| {
-        let of_it = |g: &PlanGroup| PlanGroup {
-            entries: g.entries.iter().filter(|e| (source(e), e.dst_kind) == (from, to)).copied().collect(),
-            runs: Arc::clone(&g.runs),
-        };
-        let plan = if whole {
-            Cow::Borrowed(&op.plan)
-        } else {
-            Cow::Owned(WritePlan::new(op.plan.groups().iter().map(of_it)))
-        };
-        Part { source: from, target: to, plan }
-    };
-    kinds.into_iter().map(part).collect()
-}
-
-/// One range here that goes to one range there.
-#[derive(Clone, Copy)]
-struct Piece {
-    from: u64,
-    to: u64,
-    len: u64,
-}
-
-/// Turns spans to pieces: neighbours on both sides are one.
-struct Pieces<'a> {
-    regions: &'a [Arc<RegisteredRegion>],
-    last: Option<Piece>,
-}
-
-impl Pieces<'_> {
-    /// One more span; the piece that it does not continue.
-    fn push(&mut self, span: &Span) -> Result<Option<Piece>, String> {
-        let region = self
-            .regions
-            .iter()
-            .find(|r| r.id() == span.src_region)
-            .ok_or_else(|| format!("region {} is not among those the op holds", span.src_region))?;
-        if span.src_offset.checked_add(span.len).is_none_or(|end| end > region.len()) {
-            return Err(format!("{} bytes at {} of {region:?}", span.len, span.src_offset));
-        }
-        if span.dst_addr.checked_add(span.len).is_none() {
-            return Err(format!("{} bytes at {:#x} of the peer", span.len, span.dst_addr));
-        }
-        if span.len == 0 {
-            return Ok(None);
-        }
-        let (from, to, len) = (region.addr() + span.src_offset, span.dst_addr, span.len);
-        match &mut self.last {
-            Some(last) if last.from + last.len == from && last.to + last.len == to => {
-                last.len += len;
-                Ok(None)
-            }
-            last => Ok(last.replace(Piece { from, to, len })),
-        }
-    }
-}
-
-fn refused(peer: &Peer, code: Code) -> TransportError {
-    let name = peer.name.to_string_lossy();
-    let text = format!(
-        "NIXL refuses a write to {name}: {} (a range that it did not register, or not yet when it was connected)",
-        code.name()
-    );
-    TransportError::new(ErrorKind::Refused, text)
-}
-
 impl Lane for NixlLane {
     fn submit(&mut self, op: WriteOp) -> Result<(), SubmitError> {
         let lost = |text: String| TransportError::new(ErrorKind::PeerLost, text);
@@ -530,7 +396,7 @@ impl Lane for NixlLane {
         if self.in_flight >= self.core.config.max_ops_in_flight {
             return Err(SubmitError::Busy(op));
         }
-        match self.lower(&op, &peer) {
+        match lower(&self.core, &op, &peer) {
             Ok(requests) => self.post(op, peer, requests),
             Err(error) => Err(SubmitError::Rejected(op, error)),
         }

@@ -52,9 +52,10 @@
 //! status message, as in 0.5.23.
 //!
 //! # Descriptor lists
-//! Each op of up to [`NixlConfig::max_op_bytes`] makes its lists anew, out of pages that the plan has merged to runs: 0.1 us
-//! a descriptor, beside the 2.5 to 5 us that the library takes to post it. BENCHMARKS.md has the whole beside the library
-//! driven bare with lists prepared once.
+//! Pages are merged to runs by the plan, and ops cut to [`NixlConfig::max_op_bytes`]. Where an op has many runs of an entry (a
+//! layer's K or V), they go by lists prepared once, ours for all peers and the peer's for its generation, as far as
+//! [`NixlConfig::prepared_descriptors`] allows; all else by lists made for the op. BENCHMARKS.md has both beside the library
+//! driven bare.
 //!
 //! # Never run
 //! On RDMA devices, with device memory, or on ROCm: the machines this was made on have none. Device memory takes the same
@@ -65,8 +66,10 @@ mod environment;
 mod hooks;
 mod keeper;
 mod lane;
+mod lower;
 mod metadata;
 mod peer;
+mod prepared;
 mod stats;
 mod transport;
 

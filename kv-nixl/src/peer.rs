@@ -10,6 +10,8 @@ use kv_core::ids::PeerId;
 use kv_core::net::Endpoint;
 use kv_core::transport::TransportError;
 
+use crate::prepared::Lists;
+
 /// How a generation stands.
 #[derive(Clone, Debug)]
 pub(crate) enum State {
@@ -21,7 +23,6 @@ pub(crate) enum State {
     Dead(TransportError),
 }
 
-#[derive(Debug)]
 pub(crate) struct Peer {
     pub id: PeerId,
     pub name: CString,
@@ -31,6 +32,8 @@ pub(crate) struct Peer {
     pub process: Option<ProcessHandle>,
     /// What the library last loaded for it.
     pub metadata: Mutex<Bytes>,
+    /// Its entries that were prepared.
+    pub lists: Lists,
     /// Ops in flight or not settled.
     pub open: AtomicUsize,
     /// Of those, the ones that may still end well.
@@ -57,6 +60,7 @@ impl Peer {
             host,
             process,
             metadata: Mutex::new(metadata),
+            lists: Lists::default(),
             open: AtomicUsize::new(0),
             flying: AtomicUsize::new(0),
             closing: AtomicBool::new(false),

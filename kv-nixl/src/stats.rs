@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub(crate) struct Counters {
     pub ops_submitted: AtomicU64,
     pub bytes_submitted: AtomicU64,
+    pub transfers_by_index: AtomicU64,
     pub ops_done: AtomicU64,
     pub ops_unresolved: AtomicU64,
     pub ops_settled: AtomicU64,
@@ -22,6 +23,8 @@ pub struct Stats {
     pub ops_submitted: u64,
     /// Their bytes.
     pub bytes_submitted: u64,
+    /// Transfers made of prepared lists.
+    pub transfers_by_index: u64,
     /// Ops the library called successful.
     pub ops_done: u64,
     /// Ops that failed, or were still in progress after the time allowed: nothing is proven about them.
@@ -52,6 +55,7 @@ impl Counters {
         Stats {
             ops_submitted: get(&self.ops_submitted),
             bytes_submitted: get(&self.bytes_submitted),
+            transfers_by_index: get(&self.transfers_by_index),
             ops_done: get(&self.ops_done),
             ops_unresolved: get(&self.ops_unresolved),
             ops_settled: get(&self.ops_settled),

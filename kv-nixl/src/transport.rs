@@ -23,6 +23,7 @@ use crate::keeper::Keeper;
 use crate::lane::{Change, Flight, LaneShared, NixlLane};
 use crate::metadata::{self, EndsEarly};
 use crate::peer::{Peer, State};
+use crate::prepared::{Budget, Lists};
 use crate::stats::{self, Counters, Stats};
 
 pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -31,7 +32,10 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What the lanes, the regions and the keeper share. The agent ends with the last of them.
 pub(crate) struct Core {
-    pub agent: ManuallyDrop<Agent>,
+    pub agent: ManuallyDrop<Arc<Agent>>,
+    /// Entries of ours that were prepared, by region.
+    pub lists: Lists,
+    pub budget: Arc<Budget>,
     pub config: NixlConfig,
     pub counters: Counters,
     name: String,
@@ -78,6 +82,7 @@ impl Core {
         let mut loaded = lock(&self.loaded);
         if loaded.get(&peer.name).is_some_and(|p| Arc::ptr_eq(p, peer)) {
             loaded.remove(&peer.name);
+            peer.lists.forget(|_| true);
             if let Err(code) = self.agent.invalidate(&peer.name) {
                 tracing::debug!(peer = ?peer.name, status = code.name(), "metadata was not known to the library");
             }
@@ -348,6 +353,8 @@ struct Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
+        let (from, to) = (self.memory.base(), self.memory.base() + self.memory.len());
+        self.core.lists.forget(|(addr, _, kind)| (from..to).contains(addr) && *kind == self.memory.kind());
         if let Some(registration) = self.registration.take() {
             if let Err(code) = self.core.agent.deregister(registration) {
                 tracing::warn!(status = code.name(), "a registration could not be ended");
@@ -405,7 +412,9 @@ impl NixlTransport {
         let known_format = agent.local_metadata().is_ok_and(|m| metadata::is_known(&m));
         let keeper = Keeper::new().map_err(|e| unavailable(&format!("epoll: {e}")))?;
         let core = Arc::new(Core {
-            agent: ManuallyDrop::new(agent),
+            agent: ManuallyDrop::new(Arc::new(agent)),
+            lists: Lists::default(),
+            budget: Budget::new(config.prepared_descriptors),
             counters: Counters::default(),
             name,
             host: HostIdentity::local(),

@@ -153,6 +153,12 @@ impl Source {
         };
         let runs = [Run { src: 0, dst: 0, count: 1 }];
         let plan = WritePlan::new([PlanGroup { entries: [entry].into(), runs: runs.into() }]);
+        self.submit(peer, plan)
+    }
+
+    #[allow(clippy::result_large_err)] // the op comes back whole
+    pub fn submit(&mut self, peer: PeerId, plan: WritePlan) -> Result<OpId, SubmitError> {
+        let region = self.region.clone().expect("the region was let go");
         let id = OpId(self.next);
         self.next += 1;
         self.lane.submit(WriteOp { id, peer, plan, regions: [region].into() })?;

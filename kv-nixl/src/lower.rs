@@ -1,0 +1,205 @@
+//! From an op to transfers of the library: by prepared lists where an entry has many runs, else by lists made for the op; one
+//! transfer for each pair of memory kinds, or prepared entry.
+
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use kv_core::memory::{MemoryKind, RegisteredRegion};
+use kv_core::plan::{EntryPair, PlanGroup, Span, WritePlan};
+use kv_core::transport::{TransportError, TransportErrorKind as ErrorKind, WriteOp};
+use smallvec::SmallVec;
+
+use crate::agent::{Code, Request};
+use crate::peer::Peer;
+use crate::prepared;
+use crate::stats;
+use crate::transport::Core;
+
+/// The transfers of an op, not started.
+pub(crate) fn lower(core: &Arc<Core>, op: &WriteOp, peer: &Peer) -> Result<SmallVec<[Request; 1]>, TransportError> {
+    let invalid = |text: String| TransportError::new(ErrorKind::InvalidArgument, text);
+    if let Some(foreign) = op.regions.iter().find(|r| !core.is_ours(r)) {
+        return Err(invalid(format!("{foreign:?} is not registered with this agent")));
+    }
+    let (total, most) = (op.plan.total_bytes(), core.config.max_op_bytes.max(1));
+    if total > most {
+        return Err(invalid(format!("an op of {total} bytes; at most {most}")));
+    }
+    let agent = &core.agent;
+    let list = |memory| agent.list(memory).map_err(|code| refused(peer, code));
+    let mut requests = SmallVec::<[Request; 1]>::new();
+    for part in parts(op) {
+        let rest = match by_index(core, &part, op, peer, &mut requests) {
+            Ok(rest) => rest,
+            Err(error) => {
+                requests.into_iter().for_each(|r| agent.release(r));
+                return Err(error);
+            }
+        };
+        let plan = rest.as_ref().unwrap_or(&part.plan);
+        let (mut local, mut remote, mut any) = (list(part.source)?, list(part.target)?, false);
+        let mut pieces = Pieces { regions: &op.regions, last: None };
+        let mut add = |piece: Option<Piece>| {
+            let Some(piece) = piece else { return Ok(()) };
+            any = true;
+            local.add(piece.from, piece.len).and_then(|()| remote.add(piece.to, piece.len))
+        };
+        let mut failed = None;
+        plan.for_each_span(|span| {
+            if failed.is_none() {
+                failed = match pieces.push(&span) {
+                    Ok(piece) => add(piece).err().map(|code| refused(peer, code)),
+                    Err(text) => Some(invalid(text)),
+                };
+            }
+        });
+        let failed = failed.or_else(|| add(pieces.last.take()).err().map(|code| refused(peer, code)));
+        let made = match failed {
+            Some(error) => Err(error),
+            None if any => agent.create(&peer.name, &local, &remote).map(Some).map_err(|code| refused(peer, code)),
+            None => Ok(None),
+        };
+        match made {
+            Ok(request) => requests.extend(request),
+            Err(error) => {
+                // None of them was started.
+                requests.into_iter().for_each(|r| agent.release(r));
+                return Err(error);
+            }
+        }
+    }
+    Ok(requests)
+}
+
+/// Transfers by prepared lists, for entries with many runs; what is left to be moved otherwise, `None`: all of it.
+fn by_index(
+    core: &Core,
+    part: &Part<'_>,
+    op: &WriteOp,
+    peer: &Peer,
+    requests: &mut SmallVec<[Request; 1]>,
+) -> Result<Option<WritePlan>, TransportError> {
+    let worth = |g: &PlanGroup| g.runs.len() >= prepared::WORTH;
+    if core.budget.most == 0 || !part.plan.groups().iter().any(worth) {
+        return Ok(None);
+    }
+    let mut rest = Vec::new();
+    for group in part.plan.groups() {
+        if !worth(group) {
+            rest.push(group.clone());
+            continue;
+        }
+        let (src_reach, dst_reach) = prepared::reach(&group.runs);
+        let indices = prepared::indices(&group.runs);
+        let mut left = Vec::new();
+        for entry in group.entries.iter() {
+            let lists = op.regions.iter().find(|r| r.id() == entry.src_region).and_then(|region| {
+                let here = region.len().checked_sub(entry.src_offset)?.checked_div(entry.item_len)?;
+                if !entry.is_dense() || src_reach > here {
+                    return None;
+                }
+                let ours = (region.addr() + entry.src_offset, entry.item_len, part.source);
+                let theirs = (entry.dst_addr, entry.item_len, part.target);
+                let local = core.lists.get(&core.agent, None, ours, src_reach, Some(here), &core.budget)?;
+                let name = Some(peer.name.as_c_str());
+                let remote = peer.lists.get(&core.agent, name, theirs, dst_reach, None, &core.budget)?;
+                Some((local, remote))
+            });
+            match (lists, &indices) {
+                (Some((local, remote)), Ok((ours, theirs))) => {
+                    let made = core.agent.make((local.prepared(), ours), (remote.prepared(), theirs));
+                    requests.push(made.map_err(|code| refused(peer, code))?);
+                    stats::add(&core.counters.transfers_by_index, 1);
+                }
+                // Checked, and refused, where lists are made for it.
+                _ => left.push(*entry),
+            }
+        }
+        rest.push(PlanGroup { entries: left.into(), runs: Arc::clone(&group.runs) });
+    }
+    Ok(Some(WritePlan::new(rest)))
+}
+
+/// What of an op goes from one kind of memory to one kind of memory: a transfer of its own.
+struct Part<'a> {
+    source: MemoryKind,
+    target: MemoryKind,
+    plan: Cow<'a, WritePlan>,
+}
+
+fn parts(op: &WriteOp) -> SmallVec<[Part<'_>; 1]> {
+    let source =
+        |e: &EntryPair| op.regions.iter().find(|r| r.id() == e.src_region).map_or(MemoryKind::Dram, |r| r.kind());
+    let mut kinds = SmallVec::<[(MemoryKind, MemoryKind); 1]>::new();
+    for entry in op.plan.groups().iter().flat_map(|g| g.entries.iter()) {
+        let pair = (source(entry), entry.dst_kind);
+        if !kinds.contains(&pair) {
+            kinds.push(pair);
+        }
+    }
+    let whole = kinds.len() == 1;
+    let part = |(from, to): (MemoryKind, MemoryKind)| {
+        let of_it = |g: &PlanGroup| PlanGroup {
+            entries: g.entries.iter().filter(|e| (source(e), e.dst_kind) == (from, to)).copied().collect(),
+            runs: Arc::clone(&g.runs),
+        };
+        let plan = if whole {
+            Cow::Borrowed(&op.plan)
+        } else {
+            Cow::Owned(WritePlan::new(op.plan.groups().iter().map(of_it)))
+        };
+        Part { source: from, target: to, plan }
+    };
+    kinds.into_iter().map(part).collect()
+}
+
+/// One range here that goes to one range there.
+#[derive(Clone, Copy)]
+struct Piece {
+    from: u64,
+    to: u64,
+    len: u64,
+}
+
+/// Turns spans to pieces: neighbours on both sides are one.
+struct Pieces<'a> {
+    regions: &'a [Arc<RegisteredRegion>],
+    last: Option<Piece>,
+}
+
+impl Pieces<'_> {
+    /// One more span; the piece that it does not continue.
+    fn push(&mut self, span: &Span) -> Result<Option<Piece>, String> {
+        let region = self
+            .regions
+            .iter()
+            .find(|r| r.id() == span.src_region)
+            .ok_or_else(|| format!("region {} is not among those the op holds", span.src_region))?;
+        if span.src_offset.checked_add(span.len).is_none_or(|end| end > region.len()) {
+            return Err(format!("{} bytes at {} of {region:?}", span.len, span.src_offset));
+        }
+        if span.dst_addr.checked_add(span.len).is_none() {
+            return Err(format!("{} bytes at {:#x} of the peer", span.len, span.dst_addr));
+        }
+        if span.len == 0 {
+            return Ok(None);
+        }
+        let (from, to, len) = (region.addr() + span.src_offset, span.dst_addr, span.len);
+        match &mut self.last {
+            Some(last) if last.from + last.len == from && last.to + last.len == to => {
+                last.len += len;
+                Ok(None)
+            }
+            last => Ok(last.replace(Piece { from, to, len })),
+        }
+    }
+}
+
+fn refused(peer: &Peer, code: Code) -> TransportError {
+    let name = peer.name.to_string_lossy();
+    let text = format!(
+        "NIXL refuses a write to {name}: {} (a range that it did not register, or not yet when it was connected)",
+        code.name()
+    );
+    TransportError::new(ErrorKind::Refused, text)
+}
