@@ -33,8 +33,8 @@ fn large() -> NixlConfig {
 // ---- kill -9
 
 #[test]
-fn a_peer_killed_while_idle_is_lost_alone_and_its_writes_settle_by_its_death() {
-    if !available("a_peer_killed_while_idle_is_lost_alone_and_its_writes_settle_by_its_death") {
+fn cat_f55_a_peer_killed_while_idle_is_lost_alone_and_its_writes_settle_by_its_death() {
+    if !available("cat_f55_a_peer_killed_while_idle_is_lost_alone_and_its_writes_settle_by_its_death") {
         return;
     }
     let (mut dies, mut lives) = (Remote::new(1, M), Remote::new(2, M));
@@ -56,8 +56,8 @@ fn a_peer_killed_while_idle_is_lost_alone_and_its_writes_settle_by_its_death() {
 /// The same without knowing the process, as for a peer on another host or of 0.5.23: the library says that the post
 /// failed, and that proves nothing, so the write is kept.
 #[test]
-fn f5_an_error_without_proof_of_death_keeps_handle_and_memory() {
-    if !available("f5_an_error_without_proof_of_death_keeps_handle_and_memory") {
+fn r_f5_cat_f17_an_error_without_proof_of_death_keeps_handle_and_memory() {
+    if !available("r_f5_cat_f17_an_error_without_proof_of_death_keeps_handle_and_memory") {
         return;
     }
     let mut dies = Remote::new(1, M);
@@ -81,8 +81,8 @@ fn f5_an_error_without_proof_of_death_keeps_handle_and_memory() {
 
 /// Proof from another host: a successor at the same address, of the same boot.
 #[test]
-fn f5_a_successor_at_the_same_address_settles_what_its_predecessor_left() {
-    if !available("f5_a_successor_at_the_same_address_settles_what_its_predecessor_left") {
+fn r_f5_cat_f54_a_successor_at_the_same_address_settles_what_its_predecessor_left() {
+    if !available("r_f5_cat_f54_a_successor_at_the_same_address_settles_what_its_predecessor_left") {
         return;
     }
     // As seen from elsewhere: process numbers that mean nothing here.
@@ -109,8 +109,8 @@ fn f5_a_successor_at_the_same_address_settles_what_its_predecessor_left() {
 }
 
 #[test]
-fn f1_writes_in_flight_to_a_killed_peer_all_end_and_settle_over_tcp() {
-    if !with_environment("f1_writes_in_flight_to_a_killed_peer_all_end_and_settle_over_tcp", TCP) {
+fn r_f1_writes_in_flight_to_a_killed_peer_all_end_and_settle_over_tcp() {
+    if !with_environment("r_f1_writes_in_flight_to_a_killed_peer_all_end_and_settle_over_tcp", TCP) {
         return;
     }
     let (mut dies, mut lives) = (Remote::new(1, 64 * M), Remote::new(2, M));
@@ -137,8 +137,8 @@ fn f1_writes_in_flight_to_a_killed_peer_all_end_and_settle_over_tcp() {
 
 /// A stopped peer's kernel keeps its connections alive: our own clock ends the waiting, and nothing is let go of.
 #[test]
-fn f5_a_stopped_peer_ends_by_our_clock_and_settles_when_it_goes_on() {
-    if !with_environment("f5_a_stopped_peer_ends_by_our_clock_and_settles_when_it_goes_on", TCP) {
+fn r_f5_cat_f06_a_stopped_peer_ends_by_our_clock_and_settles_when_it_goes_on() {
+    if !with_environment("r_f5_cat_f06_a_stopped_peer_ends_by_our_clock_and_settles_when_it_goes_on", TCP) {
         return;
     }
     let mut target = Remote::new(1, 64 * M);
@@ -194,8 +194,8 @@ fn control_a_release_in_progress_succeeds_and_stops_nothing() {
 // ---- generations
 
 #[test]
-fn a_peer_that_restarts_under_its_name_is_another_generation_and_disturbs_nobody() {
-    if !available("a_peer_that_restarts_under_its_name_is_another_generation_and_disturbs_nobody") {
+fn cat_f54_a_peer_that_restarts_under_its_name_is_another_generation_and_disturbs_nobody() {
+    if !available("cat_f54_a_peer_that_restarts_under_its_name_is_another_generation_and_disturbs_nobody") {
         return;
     }
     let what = "5 noticed keep the-name";
@@ -242,8 +242,8 @@ fn control_a_stale_generation_is_refused_by_the_library() {
 
 /// After an error the endpoint is poisoned; connecting again makes a new one, to the same process.
 #[test]
-fn f51_a_peer_is_reached_again_after_an_error() {
-    if !available("f51_a_peer_is_reached_again_after_an_error") {
+fn cat_f51_a_peer_is_reached_again_after_an_error() {
+    if !available("cat_f51_a_peer_is_reached_again_after_an_error") {
         return;
     }
     // Memory that goes for good makes the copy fail, and the peer lives.
@@ -268,8 +268,8 @@ fn f51_a_peer_is_reached_again_after_an_error() {
 // ---- memory that goes too early
 
 #[test]
-fn memory_that_peers_know_stays_mapped_and_a_late_write_harms_nobody() {
-    if !with_environment("memory_that_peers_know_stays_mapped_and_a_late_write_harms_nobody", TCP) {
+fn cat_f78_memory_that_peers_know_stays_mapped_and_a_late_write_harms_nobody() {
+    if !with_environment("cat_f78_memory_that_peers_know_stays_mapped_and_a_late_write_harms_nobody", TCP) {
         return;
     }
     let mut target = Remote::with("9 noticed keep", M);

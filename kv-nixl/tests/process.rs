@@ -92,8 +92,8 @@ fn memory_that_cannot_be_is_not_registered() {
 /// the bytes of the connection's addresses: with those the library calls on strangers.) Metadata that ends early leaves
 /// no trace even for its own agent; of keys that cannot be read the library keeps the connection, and nothing helps.
 #[test]
-fn h2_damaged_metadata_never_harms_the_process() {
-    if !available("h2_damaged_metadata_never_harms_the_process") {
+fn r_h2_damaged_metadata_never_harms_the_process() {
+    if !available("r_h2_damaged_metadata_never_harms_the_process") {
         return;
     }
     let (mut target, mut other) = (Remote::new(1, M), Remote::new(2, M));
@@ -156,8 +156,8 @@ fn peers_entry_point() {
 /// 200 peers come, are written to, and go: half are let go of first, half are gone first. In a process of its own, whose
 /// resources it counts.
 #[test]
-fn two_hundred_peers_come_and_go_and_leave_nothing() {
-    if !common::with_environment("two_hundred_peers_come_and_go_and_leave_nothing", &[]) {
+fn cat_f55_two_hundred_peers_come_and_go_and_leave_nothing() {
+    if !common::with_environment("cat_f55_two_hundred_peers_come_and_go_and_leave_nothing", &[]) {
         return;
     }
     let mut peers = Command::new(std::env::current_exe().unwrap())
