@@ -185,7 +185,7 @@ pub trait Transport: Send + Sync + 'static {
     /// name at a known endpoint is a new generation; the old one is torn down.
     fn connect(&self, peer: &PeerDescriptor) -> Result<PeerId, TransportError>;
 
-    /// Let go of a peer. Ops in flight end on their own.
+    /// Let go of a peer. Ops in flight end on their own. Does not wait for the network.
     fn disconnect(&self, peer: PeerId);
 
     /// Proof, on the target's side: this source process has ended, and no write of it can land here any more. Decode asks

@@ -18,7 +18,7 @@ const WAKE: u64 = 0;
 
 pub(crate) struct Keeper {
     set: Arc<OwnedFd>,
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
     stopped: Arc<AtomicBool>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -28,13 +28,14 @@ impl Keeper {
         let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&set, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
-        Ok(Self { set: Arc::new(set), wake, stopped: Arc::default(), thread: Mutex::default() })
+        Ok(Self { set: Arc::new(set), wake: Arc::new(wake), stopped: Arc::default(), thread: Mutex::default() })
     }
 
     pub fn start(&self, core: Weak<Core>) -> io::Result<()> {
-        let (set, stopped) = (Arc::clone(&self.set), Arc::clone(&self.stopped));
-        let thread =
-            std::thread::Builder::new().name("kv-nixl-keeper".into()).spawn(move || run(&set, &stopped, &core))?;
+        let (set, wake, stopped) = (Arc::clone(&self.set), Arc::clone(&self.wake), Arc::clone(&self.stopped));
+        let thread = std::thread::Builder::new()
+            .name("kv-nixl-keeper".into())
+            .spawn(move || run(&set, &wake, &stopped, &core))?;
         *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(())
     }
@@ -55,9 +56,14 @@ impl Keeper {
         }
     }
 
+    /// There is something to look at.
+    pub fn wake(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        self.wake();
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         // The last holder of the transport may be this very thread.
         if let Some(thread) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
@@ -69,12 +75,17 @@ impl Keeper {
 /// What the library gets to notice a death in: it takes less than 0.1 s where it can.
 const GRACE: Duration = Duration::from_millis(250);
 
-fn run(set: &OwnedFd, stopped: &AtomicBool, core: &Weak<Core>) {
+/// What lanes that are gone left in progress is looked at this often.
+const ORPHANS: Duration = Duration::from_millis(100);
+
+fn run(set: &OwnedFd, wake: &OwnedFd, stopped: &AtomicBool, core: &Weak<Core>) {
     let mut events = Vec::with_capacity(64);
+    let mut orphans = false;
     let mut dying: VecDeque<(Instant, PeerId)> = VecDeque::new();
     while !stopped.load(Ordering::Acquire) {
         events.clear();
         let wait = dying.front().map(|(at, _)| at.saturating_duration_since(Instant::now()));
+        let wait = if orphans { Some(wait.map_or(ORPHANS, |w| w.min(ORPHANS))) } else { wait };
         let wait = wait.map(|d| Timespec { tv_sec: d.as_secs().cast_signed(), tv_nsec: d.subsec_nanos().into() });
         match epoll::wait(set, rustix::buffer::spare_capacity(&mut events), wait.as_ref()) {
             Ok(_) => {}
@@ -85,6 +96,7 @@ fn run(set: &OwnedFd, stopped: &AtomicBool, core: &Weak<Core>) {
                 std::thread::sleep(Duration::from_millis(100));
             }
         }
+        let _ = rustix::io::read(wake, &mut [0u8; 8]);
         let Some(core) = core.upgrade() else { continue };
         for event in &events {
             let id = PeerId(event.data.u64());
@@ -96,5 +108,6 @@ fn run(set: &OwnedFd, stopped: &AtomicBool, core: &Weak<Core>) {
             dying.pop_front();
             core.process_is_gone(id);
         }
+        orphans = core.sweep_orphans();
     }
 }

@@ -75,8 +75,10 @@ impl LaneShared {
     }
 
     fn take(&self) -> Vec<Change> {
-        if self.woken.swap(false, Ordering::AcqRel) {
+        if self.woken.load(Ordering::Acquire) {
+            // Emptied before the mark goes: a signal in between writes nothing, and its change is taken below.
             let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
+            self.woken.swap(false, Ordering::AcqRel);
         }
         std::mem::take(&mut *lock(&self.changed))
     }
@@ -90,6 +92,14 @@ pub(crate) struct Flight {
     /// A transfer of it is in progress, as far as the library ever said.
     pub going: bool,
     since: Instant,
+}
+
+/// How an accepted op stands after its post.
+enum Posted {
+    /// Done, and its outcome is told.
+    Over,
+    /// In progress, or unresolved.
+    Open,
 }
 
 pub(crate) struct NixlLane {
@@ -142,7 +152,12 @@ impl NixlLane {
 
     /// Post the transfers of an accepted op, and sort it by how they stand.
     #[allow(clippy::result_large_err)] // the op comes back whole, so that nothing is lost
-    fn post(&mut self, op: WriteOp, peer: Arc<Peer>, mut requests: SmallVec<[Request; 1]>) -> Result<(), SubmitError> {
+    fn post(
+        &mut self,
+        op: WriteOp,
+        peer: &Arc<Peer>,
+        mut requests: SmallVec<[Request; 1]>,
+    ) -> Result<Posted, SubmitError> {
         let counters = &self.core.counters;
         let (mut started, mut failed) = (0, None);
         let mut going: SmallVec<[Request; 1]> = SmallVec::new();
@@ -174,15 +189,13 @@ impl NixlLane {
         if failed.is_none() && going.is_empty() {
             stats::add(&counters.ops_done, 1);
             self.tell(LaneEvent::Outcome(op.id, Outcome::Done));
-            return Ok(());
+            return Ok(Posted::Over);
         }
-        peer.open.fetch_add(1, Ordering::SeqCst);
-        if failed.is_none() {
-            peer.flying.fetch_add(1, Ordering::SeqCst);
-        }
-        let flight = Flight { op, peer, requests: going, going: failed.is_none(), since: Instant::now() };
+        let in_progress = going.len() > usize::from(failed.is_some());
+        let flight = Flight { op, peer: Arc::clone(peer), requests: going, going: in_progress, since: Instant::now() };
         if let Some(code) = failed {
             self.fail(flight, code);
+            self.landed(peer);
         } else {
             self.in_flight += 1;
             self.look = FIRST_LOOK;
@@ -190,7 +203,7 @@ impl NixlLane {
             self.flying.entry(flight.peer.id).or_default().push_back(flight);
             self.arm();
         }
-        Ok(())
+        Ok(Posted::Open)
     }
 
     /// A transfer of it failed. That proves nothing, about the others of the op nor about the parts of this one.
@@ -217,8 +230,7 @@ impl NixlLane {
 
     /// Proof came for an op that was reported unresolved.
     fn settle(&mut self, flight: Flight, settlement: Settlement) {
-        stats::add(&self.core.counters.ops_settled, 1);
-        stats::sub(&self.core.counters.ops_retained, 1);
+        self.core.settled();
         self.tell(LaneEvent::Settlement(flight.op.id, settlement));
         let peer = Arc::clone(&flight.peer);
         self.core.bury(flight);
@@ -381,25 +393,34 @@ impl NixlLane {
 
 impl Lane for NixlLane {
     fn submit(&mut self, op: WriteOp) -> Result<(), SubmitError> {
-        let lost = |text: String| TransportError::new(ErrorKind::PeerLost, text);
-        let peer = self.core.peer(op.peer).filter(|p| !p.closing.load(Ordering::Acquire));
-        let peer = match peer.as_ref().map(|p| (p, p.state())) {
-            Some((peer, State::Live)) => Arc::clone(peer),
-            Some((_, State::Lost(error) | State::Dead(error))) => {
-                return Err(SubmitError::Rejected(op, lost(error.message)));
-            }
-            None => {
-                let error = lost(format!("peer {} is not connected", op.peer));
-                return Err(SubmitError::Rejected(op, error));
+        let not_connected = || format!("peer {} is not connected", op.peer);
+        let Some(peer) = self.core.peer(op.peer) else {
+            let error = TransportError::new(ErrorKind::PeerLost, not_connected());
+            return Err(SubmitError::Rejected(op, error));
+        };
+        // Counted before the look at its state: from here on it is not forgotten, nor its endpoint closed, under the op.
+        peer.open.fetch_add(1, Ordering::SeqCst);
+        peer.flying.fetch_add(1, Ordering::SeqCst);
+        let lost = match peer.state() {
+            State::Lost(error) | State::Dead(error) => Some(error.message),
+            State::Live if peer.closing.load(Ordering::SeqCst) => Some(not_connected()),
+            State::Live => None,
+        };
+        let submitted = if let Some(text) = lost {
+            Err(SubmitError::Rejected(op, TransportError::new(ErrorKind::PeerLost, text)))
+        } else if self.in_flight + self.overdue.len() >= self.core.config.max_ops_in_flight {
+            Err(SubmitError::Busy(op))
+        } else {
+            match lower(&self.core, &op, &peer) {
+                Ok(requests) => self.post(op, &peer, requests),
+                Err(error) => Err(SubmitError::Rejected(op, peer.lost().unwrap_or(error))),
             }
         };
-        if self.in_flight >= self.core.config.max_ops_in_flight {
-            return Err(SubmitError::Busy(op));
+        if !matches!(submitted, Ok(Posted::Open)) {
+            self.landed(&peer);
+            self.ended(&peer);
         }
-        match lower(&self.core, &op, &peer) {
-            Ok(requests) => self.post(op, peer, requests),
-            Err(error) => Err(SubmitError::Rejected(op, error)),
-        }
+        submitted.map(drop)
     }
 
     fn poll(&mut self, out: &mut Vec<LaneEvent>) {
@@ -438,9 +459,16 @@ impl Lane for NixlLane {
 impl Drop for NixlLane {
     fn drop(&mut self) {
         // What may still be in use outlives the lane.
-        let flying = std::mem::take(&mut self.flying).into_values().flatten();
-        let left = flying.chain(std::mem::take(&mut self.overdue)).chain(std::mem::take(&mut self.retained));
-        self.core.adopt(left.collect());
+        let flying: Vec<Flight> = std::mem::take(&mut self.flying).into_values().flatten().collect();
+        // The others are counted already.
+        stats::add(&self.core.counters.ops_retained, flying.len() as u64);
+        stats::add(&self.core.counters.ops_unresolved, flying.len() as u64);
+        for flight in &self.retained {
+            // The keeper cannot tell these from those that may end well.
+            flight.peer.flying.fetch_add(1, Ordering::SeqCst);
+        }
+        let left = flying.into_iter().chain(std::mem::take(&mut self.overdue));
+        self.core.adopt(left.chain(std::mem::take(&mut self.retained)).collect());
         self.core.lane_gone();
     }
 }

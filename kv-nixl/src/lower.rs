@@ -25,50 +25,51 @@ pub(crate) fn lower(core: &Arc<Core>, op: &WriteOp, peer: &Peer) -> Result<Small
     if total > most {
         return Err(invalid(format!("an op of {total} bytes; at most {most}")));
     }
-    let agent = &core.agent;
-    let list = |memory| agent.list(memory).map_err(|code| refused(peer, code));
-    let mut requests = SmallVec::<[Request; 1]>::new();
-    for part in parts(op) {
-        let rest = match by_index(core, &part, op, peer, &mut requests) {
-            Ok(rest) => rest,
-            Err(error) => {
-                requests.into_iter().for_each(|r| agent.release(r));
-                return Err(error);
-            }
-        };
+    let mut requests = SmallVec::new();
+    let made = parts(op).iter().try_for_each(|part| {
+        let rest = by_index(core, part, op, peer, &mut requests)?;
         let plan = rest.as_ref().unwrap_or(&part.plan);
-        let (mut local, mut remote, mut any) = (list(part.source)?, list(part.target)?, false);
-        let mut pieces = Pieces { regions: &op.regions, last: None };
-        let mut add = |piece: Option<Piece>| {
-            let Some(piece) = piece else { return Ok(()) };
-            any = true;
-            local.add(piece.from, piece.len).and_then(|()| remote.add(piece.to, piece.len))
-        };
-        let mut failed = None;
-        plan.for_each_span(|span| {
-            if failed.is_none() {
-                failed = match pieces.push(&span) {
-                    Ok(piece) => add(piece).err().map(|code| refused(peer, code)),
-                    Err(text) => Some(invalid(text)),
-                };
-            }
-        });
-        let failed = failed.or_else(|| add(pieces.last.take()).err().map(|code| refused(peer, code)));
-        let made = match failed {
-            Some(error) => Err(error),
-            None if any => agent.create(&peer.name, &local, &remote).map(Some).map_err(|code| refused(peer, code)),
-            None => Ok(None),
-        };
-        match made {
-            Ok(request) => requests.extend(request),
-            Err(error) => {
-                // None of them was started.
-                requests.into_iter().for_each(|r| agent.release(r));
-                return Err(error);
-            }
+        requests.extend(by_lists(core, part, plan, op, peer)?);
+        Ok(())
+    });
+    match made {
+        Ok(()) => Ok(requests),
+        Err(error) => {
+            // None of them was started.
+            requests.into_iter().for_each(|r| core.agent.release(r));
+            Err(error)
         }
     }
-    Ok(requests)
+}
+
+/// A transfer by lists made for it; `None`: nothing to move.
+fn by_lists(
+    core: &Core,
+    part: &Part<'_>,
+    plan: &WritePlan,
+    op: &WriteOp,
+    peer: &Peer,
+) -> Result<Option<Request>, TransportError> {
+    if plan.total_bytes() == 0 {
+        return Ok(None);
+    }
+    let list = |memory| core.agent.list(memory).map_err(|code| refused(peer, code));
+    let (mut local, mut remote) = (list(part.source)?, list(part.target)?);
+    let mut failed = None;
+    plan.for_each_span(|span| {
+        if failed.is_some() || span.len == 0 {
+            return;
+        }
+        let added = source_of(&op.regions, &span).and_then(|from| {
+            let add = local.add(from, span.len).and_then(|()| remote.add(span.dst_addr, span.len));
+            add.map_err(|code| refused(peer, code))
+        });
+        failed = added.err();
+    });
+    match failed {
+        Some(error) => Err(error),
+        None => core.agent.create(&peer.name, &local, &remote).map(Some).map_err(|code| refused(peer, code)),
+    }
 }
 
 /// Transfers by prepared lists, for entries with many runs; what is left to be moved otherwise, `None`: all of it.
@@ -153,46 +154,21 @@ fn parts(op: &WriteOp) -> SmallVec<[Part<'_>; 1]> {
     kinds.into_iter().map(part).collect()
 }
 
-/// One range here that goes to one range there.
-#[derive(Clone, Copy)]
-struct Piece {
-    from: u64,
-    to: u64,
-    len: u64,
-}
-
-/// Turns spans to pieces: neighbours on both sides are one.
-struct Pieces<'a> {
-    regions: &'a [Arc<RegisteredRegion>],
-    last: Option<Piece>,
-}
-
-impl Pieces<'_> {
-    /// One more span; the piece that it does not continue.
-    fn push(&mut self, span: &Span) -> Result<Option<Piece>, String> {
-        let region = self
-            .regions
-            .iter()
-            .find(|r| r.id() == span.src_region)
-            .ok_or_else(|| format!("region {} is not among those the op holds", span.src_region))?;
-        if span.src_offset.checked_add(span.len).is_none_or(|end| end > region.len()) {
-            return Err(format!("{} bytes at {} of {region:?}", span.len, span.src_offset));
-        }
-        if span.dst_addr.checked_add(span.len).is_none() {
-            return Err(format!("{} bytes at {:#x} of the peer", span.len, span.dst_addr));
-        }
-        if span.len == 0 {
-            return Ok(None);
-        }
-        let (from, to, len) = (region.addr() + span.src_offset, span.dst_addr, span.len);
-        match &mut self.last {
-            Some(last) if last.from + last.len == from && last.to + last.len == to => {
-                last.len += len;
-                Ok(None)
-            }
-            last => Ok(last.replace(Piece { from, to, len })),
-        }
+/// Where a span begins here. It must lie in a region of the op. The plan has joined what belongs together; pieces of
+/// different entries may lie side by side in different registrations, so nothing more is joined.
+fn source_of(regions: &[Arc<RegisteredRegion>], span: &Span) -> Result<u64, TransportError> {
+    let invalid = |text: String| TransportError::new(ErrorKind::InvalidArgument, text);
+    let region = regions
+        .iter()
+        .find(|r| r.id() == span.src_region)
+        .ok_or_else(|| invalid(format!("region {} is not among those the op holds", span.src_region)))?;
+    if span.src_offset.checked_add(span.len).is_none_or(|end| end > region.len()) {
+        return Err(invalid(format!("{} bytes at {} of {region:?}", span.len, span.src_offset)));
     }
+    if span.dst_addr.checked_add(span.len).is_none() {
+        return Err(invalid(format!("{} bytes at {:#x} of the peer", span.len, span.dst_addr)));
+    }
+    Ok(region.addr() + span.src_offset)
 }
 
 fn refused(peer: &Peer, code: Code) -> TransportError {

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use kv_core::host::{HostIdentity, ProcessHandle};
 use kv_core::ids::PeerId;
 use kv_core::net::Endpoint;
-use kv_core::transport::TransportError;
+use kv_core::transport::{TransportError, TransportErrorKind};
 
 use crate::prepared::Lists;
 
@@ -26,7 +26,8 @@ pub(crate) enum State {
 pub(crate) struct Peer {
     pub id: PeerId,
     pub name: CString,
-    pub endpoint: Endpoint,
+    /// Its control endpoint, as it said last.
+    pub endpoint: Mutex<Endpoint>,
     pub host: Option<HostIdentity>,
     /// The process itself, when it runs on our host.
     pub process: Option<ProcessHandle>,
@@ -36,7 +37,7 @@ pub(crate) struct Peer {
     pub lists: Lists,
     /// Ops in flight or not settled.
     pub open: AtomicUsize,
-    /// Of those, the ones that may still end well.
+    /// Of those, the ones that may still end well, or are just being posted.
     pub flying: AtomicUsize,
     /// Let go of by the manager.
     pub closing: AtomicBool,
@@ -56,7 +57,7 @@ impl Peer {
         Self {
             id,
             name,
-            endpoint,
+            endpoint: Mutex::new(endpoint),
             host,
             process,
             metadata: Mutex::new(metadata),
@@ -74,6 +75,16 @@ impl Peer {
 
     pub fn state(&self) -> State {
         self.lock_state().clone()
+    }
+
+    /// Why nothing can be posted to it.
+    pub fn lost(&self) -> Option<TransportError> {
+        match self.state() {
+            State::Live => None,
+            State::Lost(error) | State::Dead(error) => {
+                Some(TransportError::new(TransportErrorKind::PeerLost, error.message))
+            }
+        }
     }
 
     pub fn live(&self) -> bool {

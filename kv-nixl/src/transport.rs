@@ -2,13 +2,12 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::mem::ManuallyDrop;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use bytes::Bytes;
-use kv_core::host::HostIdentity;
+use kv_core::host::{HostIdentity, ProcessHandle};
 use kv_core::ids::{PeerId, RegionId};
 use kv_core::memory::{MemoryKind, MemoryOwner, RegisteredRegion};
 use kv_core::transport::{
@@ -16,7 +15,7 @@ use kv_core::transport::{
 };
 use nixl_capi_sys::Api;
 
-use crate::agent::{Agent, Registration};
+use crate::agent::{Agent, Progress, Registration};
 use crate::config::NixlConfig;
 use crate::environment::prepare_environment;
 use crate::keeper::Keeper;
@@ -32,7 +31,7 @@ pub(crate) fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What the lanes, the regions and the keeper share. The agent ends with the last of them.
 pub(crate) struct Core {
-    pub agent: ManuallyDrop<Arc<Agent>>,
+    pub agent: Arc<Agent>,
     /// Entries of ours that were prepared, by region.
     pub lists: Lists,
     pub budget: Arc<Budget>,
@@ -52,7 +51,8 @@ pub(crate) struct Core {
     /// What lanes that are gone had not settled.
     orphans: Mutex<Vec<Flight>>,
     /// Regions of transfers that were in progress when their peer died. The bytes can reach nobody, but the library may
-    /// still read them: they stay mapped, and the agent stays, for the life of the process.
+    /// still read them: they stay mapped for the life of the process. And so does the agent,
+    /// which they hold: the library waits for such transfers when an agent ends; over shared memory for ever.
     graveyard: Mutex<HashMap<RegionId, Arc<RegisteredRegion>>>,
     metadata: Mutex<Option<Bytes>>,
     /// How often metadata was given out.
@@ -122,8 +122,6 @@ impl Core {
         for flight in &mut orphans {
             NixlLane::sweep(self, flight);
         }
-        // First the endpoint: what is called dead has no way to it any more.
-        self.unload(peer);
         let news = {
             let mut state = peer.lock_state();
             if matches!(*state, State::Dead(_)) {
@@ -131,16 +129,18 @@ impl Core {
                 return self.adopt(orphans);
             }
             let news = matches!(*state, State::Live) && !peer.closing.load(Ordering::Acquire);
-            *state = State::Dead(error);
+            *state = State::Lost(error.clone());
             news
         };
+        // First the endpoint: what is called dead has no way to it any more.
+        self.unload(peer);
+        *peer.lock_state() = State::Dead(error);
         stats::add(&self.counters.peers_lost, news.into());
         stats::add(&self.counters.peers_dead, 1);
         tracing::info!(peer = ?peer.name, "the peer's process has ended");
         orphans.extend(lock(&self.orphans).extract_if(.., |f| f.peer.id == peer.id));
         for flight in orphans {
-            self.bury(flight);
-            peer.open.fetch_sub(1, Ordering::SeqCst);
+            self.orphan_settled(flight);
         }
         self.notify_lanes(peer, news);
         self.forget_if_over(peer);
@@ -154,29 +154,65 @@ impl Core {
         flight.requests.into_iter().for_each(|r| self.agent.release(r));
     }
 
-    /// Keep what a lane that is gone had not settled.
+    /// Keep what a lane that is gone had not settled; the keeper looks at it.
     pub fn adopt(&self, flights: Vec<Flight>) {
-        let mut orphans = lock(&self.orphans);
-        for flight in flights {
-            let peer = Arc::clone(&flight.peer);
-            // Under the lock of the orphans: `die` changes the state first and looks at them then.
-            if matches!(peer.state(), State::Dead(_)) {
-                self.bury(flight);
-                peer.open.fetch_sub(1, Ordering::SeqCst);
-            } else {
-                orphans.push(flight);
+        let mut over = Vec::new();
+        {
+            let mut orphans = lock(&self.orphans);
+            for flight in flights {
+                // Under the lock of the orphans: `die` changes the state first and looks at them then.
+                if matches!(flight.peer.state(), State::Dead(_)) { over.push(flight) } else { orphans.push(flight) }
             }
         }
+        over.into_iter().for_each(|f| self.orphan_settled(f));
+        self.keeper.wake();
+    }
+
+    fn orphan_settled(&self, flight: Flight) {
+        let peer = Arc::clone(&flight.peer);
+        self.bury(flight);
+        self.settled();
+        peer.flying.fetch_sub(1, Ordering::SeqCst);
+        peer.open.fetch_sub(1, Ordering::SeqCst);
+        self.landed(&peer);
+        self.forget_if_over(&peer);
+    }
+
+    /// Look at what lanes that are gone left; whether any of it may still end well.
+    pub fn sweep_orphans(&self) -> bool {
+        let mut done = Vec::new();
+        let going = {
+            let mut orphans = lock(&self.orphans);
+            done.extend(orphans.extract_if(.., |f| f.going && NixlLane::sweep(self, f) == Progress::Done));
+            orphans.iter().any(|f| f.going)
+        };
+        done.into_iter().for_each(|f| self.orphan_settled(f));
+        going
     }
 
     /// A generation that nobody writes to any more, and of which nothing is open, is forgotten.
     pub fn forget_if_over(&self, peer: &Arc<Peer>) {
-        let over = peer.closing.load(Ordering::SeqCst) && peer.open.load(Ordering::SeqCst) == 0;
-        if over && lock(&self.peers).remove(&peer.id).is_some() {
+        let gone = {
+            let mut peers = lock(&self.peers);
+            let over = peer.closing.load(Ordering::SeqCst) && peer.open.load(Ordering::SeqCst) == 0;
+            over && peers.remove(&peer.id).is_some()
+        };
+        if gone {
             self.unload(peer);
             self.keeper.unwatch(peer);
             stats::sub(&self.counters.peers, 1);
         }
+    }
+
+    fn export(&self, metadata: Bytes) -> Bytes {
+        self.exports.fetch_add(1, Ordering::SeqCst);
+        metadata
+    }
+
+    /// An op that was unresolved is proven quiet.
+    pub fn settled(&self) {
+        stats::add(&self.counters.ops_settled, 1);
+        stats::sub(&self.counters.ops_retained, 1);
     }
 
     pub fn lane_gone(&self) {
@@ -240,6 +276,16 @@ impl Core {
         if let Some(same) = self.known(&name, descriptor) {
             return Ok(same);
         }
+        // A handle from before the connection: it also sees an end that comes while we connect.
+        let process = descriptor.host.and_then(|h| h.open(&self.host));
+        if descriptor.host.is_some_and(|h| h.is_gone(&self.host)) {
+            let text = format!("the process of {} has ended", descriptor.name);
+            return Err(TransportError::new(ErrorKind::PeerLost, text));
+        }
+        if !lock(&self.loaded).contains_key(&name) {
+            // Metadata that came too late for a generation that was lost meanwhile.
+            let _ = self.agent.invalidate(&name);
+        }
         let found = self.agent.load(&descriptor.metadata).map_err(|code| {
             let text =
                 format!("{} cannot be reached, or its metadata cannot be read: {}", descriptor.name, code.name());
@@ -260,7 +306,6 @@ impl Core {
         }
         self.succeed(descriptor);
         let id = PeerId(self.next_peer.fetch_add(1, Ordering::Relaxed));
-        let process = descriptor.host.and_then(|h| h.open(&self.host));
         let (endpoint, metadata) = (descriptor.endpoint.clone(), descriptor.metadata.clone());
         let peer = Arc::new(Peer::new(id, name.clone(), endpoint, descriptor.host, process, metadata));
         lock(&self.peers).insert(id, Arc::clone(&peer));
@@ -283,9 +328,11 @@ impl Core {
             // More registrations of the same process are added; those of another one are refused by the library.
             if unchanged || self.agent.load(&descriptor.metadata).is_ok_and(|found| found == *name) {
                 *lock(&peer.metadata) = descriptor.metadata.clone();
-                peer.closing.store(false, Ordering::SeqCst);
-                // It may have been forgotten just now.
-                if lock(&self.peers).contains_key(&peer.id) && peer.live() {
+                // It may be forgotten just now.
+                let peers = lock(&self.peers);
+                if peers.contains_key(&peer.id) && peer.live() {
+                    peer.closing.store(false, Ordering::SeqCst);
+                    *lock(&peer.endpoint) = descriptor.endpoint.clone();
                     return Some(peer.id);
                 }
             }
@@ -302,15 +349,21 @@ impl Core {
         let error = TransportError::new(ErrorKind::PeerLost, text);
         let dead = match (peer.host, descriptor.host) {
             // One address on one boot of one host belongs to one process at a time.
-            (Some(old), Some(new)) => peer.endpoint == descriptor.endpoint && old.succeeded_by(&new),
+            (Some(old), Some(new)) => {
+                *lock(&peer.endpoint) == descriptor.endpoint && old.succeeded_by(&new) && old.start <= new.start
+            }
             _ => false,
         };
+        // Where the process itself can be seen, only its end is its end.
+        let dead = dead && peer.process.as_ref().is_none_or(ProcessHandle::exited);
         if dead { self.die(peer, error) } else { self.lose(peer, error) }
     }
 
     /// Older generations at the address of a new one are over.
     fn succeed(&self, descriptor: &PeerDescriptor) {
-        let at = |p: &&Arc<Peer>| p.endpoint == descriptor.endpoint && p.name.to_bytes() != descriptor.name.as_bytes();
+        let at = |p: &&Arc<Peer>| {
+            *lock(&p.endpoint) == descriptor.endpoint && p.name.to_bytes() != descriptor.name.as_bytes()
+        };
         let old: Vec<Arc<Peer>> = lock(&self.peers).values().filter(at).cloned().collect();
         for peer in old {
             self.replaced(&peer, descriptor);
@@ -332,13 +385,6 @@ impl Core {
 impl Drop for Core {
     fn drop(&mut self) {
         self.keeper.stop();
-        if lock(&self.graveyard).is_empty() {
-            // SAFETY: nothing uses the agent after this.
-            unsafe { ManuallyDrop::drop(&mut self.agent) };
-        } else {
-            // The library waits for such transfers when an agent ends: for ever, over shared memory.
-            tracing::warn!("an agent is kept: transfers to a peer that died were still in progress to the library");
-        }
     }
 }
 
@@ -412,7 +458,7 @@ impl NixlTransport {
         let known_format = agent.local_metadata().is_ok_and(|m| metadata::is_known(&m));
         let keeper = Keeper::new().map_err(|e| unavailable(&format!("epoll: {e}")))?;
         let core = Arc::new(Core {
-            agent: ManuallyDrop::new(Arc::new(agent)),
+            agent: Arc::new(agent),
             lists: Lists::default(),
             budget: Budget::new(config.prepared_descriptors),
             counters: Counters::default(),
@@ -507,12 +553,12 @@ impl Transport for NixlTransport {
 
     fn local_metadata(&self) -> Bytes {
         let mut cached = lock(&self.core.metadata);
-        self.core.exports.fetch_add(1, Ordering::SeqCst);
-        if let Some(bytes) = &*cached {
-            return bytes.clone();
-        }
-        match self.core.agent.local_metadata() {
-            Ok(bytes) => cached.insert(bytes).clone(),
+        let made = match &*cached {
+            Some(bytes) => return self.core.export(bytes.clone()),
+            None => self.core.agent.local_metadata(),
+        };
+        match made {
+            Ok(bytes) => self.core.export(cached.insert(bytes).clone()),
             Err(code) => {
                 tracing::error!(status = code.name(), "NIXL gives no metadata; peers will refuse it");
                 Bytes::new()
@@ -527,6 +573,8 @@ impl Transport for NixlTransport {
         if len == 0 || addr == 0 || addr.checked_add(len).is_none() {
             return Err(invalid(format!("{len} bytes at {addr:#x} cannot be registered")));
         }
+        // Before it begins: metadata that is given out from now on may have it in.
+        let exports_before = self.core.exports.load(Ordering::SeqCst);
         let registration = self.core.agent.register(addr, len, kind).map_err(|code| {
             let what = match kind {
                 MemoryKind::Dram => "host memory".to_owned(),
@@ -539,7 +587,7 @@ impl Transport for NixlTransport {
             core: Arc::clone(&self.core),
             registration: Some(registration),
             memory: Arc::clone(&memory),
-            exports_before: self.core.exports.load(Ordering::SeqCst),
+            exports_before,
         };
         let id = RegionId(self.core.next_region.fetch_add(1, Ordering::Relaxed));
         Ok(Arc::new(RegisteredRegion::new(id, memory, Box::new(registered))))
@@ -553,8 +601,6 @@ impl Transport for NixlTransport {
 
     fn disconnect(&self, id: PeerId) {
         let Some(peer) = self.core.peer(id) else { return };
-        let turn = self.core.connect_lock(&peer.name.to_string_lossy());
-        let _turn = lock(&turn);
         peer.closing.store(true, Ordering::SeqCst);
         self.core.forget_if_over(&peer);
     }

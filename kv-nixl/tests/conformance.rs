@@ -71,3 +71,12 @@ fn the_library_conforms_over_tcp() {
         conforms();
     }
 }
+
+/// The same through shared memory, whose errors nobody notices.
+#[test]
+fn the_library_conforms_through_shared_memory() {
+    let env = [("UCX_TLS", "posix,self"), (common::IGNORE_ERRORS, "1")];
+    if with_environment("the_library_conforms_through_shared_memory", &env) {
+        conforms();
+    }
+}
