@@ -7,7 +7,7 @@ use kv_transfer::nixl::{NixlConfig, NixlTransport};
 use crate::error::{CliError, Result};
 
 /// How to get the library.
-pub const INSTALL: &str = "`cargo xtask setup nixl` in a checkout, or `pip install nixl-cu12==1.5.1`, or \
+pub const INSTALL: &str = "`cargo xtask setup nixl` in a checkout, or `pip install --no-deps nixl-cu12==1.5.1`, or \
                            KV_NIXL_LIB=/path/to/libnixl_capi.so";
 /// Places that were tried and are named; the rest is counted.
 const PLACES: usize = 4;

@@ -2,6 +2,9 @@
 
 #![allow(clippy::unwrap_used)] // helpers of tests
 
+#[cfg(feature = "nixl")]
+mod nixl_here;
+
 use std::io::Write as _;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
@@ -107,6 +110,17 @@ fn workloads_that_differ_end_both_sides_with_both_values() {
     ] {
         for line in both(&["--model", base], decode) {
             assert!(line.contains(wanted), "{wanted}: {line}");
+        }
+    }
+}
+
+/// R-A4: the two sides would wait for each other's messages, which neither can read.
+#[cfg(feature = "nixl")]
+#[test]
+fn transports_that_differ_end_both_sides() {
+    if nixl_here::available("transports_that_differ_end_both_sides") {
+        for line in both(&[], &["--transport", "nixl"]) {
+            assert!(line.contains("transport is tcp on prefill and nixl on decode"), "{line}");
         }
     }
 }

@@ -15,7 +15,7 @@
 //! # The library
 //! `libnixl_capi.so` of NIXL 1.5 is opened at run time: building needs nothing, and without it everything else works. It
 //! is looked for at [`NixlConfig::library`]; else at `KV_NIXL_LIB`; else where `cargo xtask setup nixl` puts it, among the
-//! packages of the Python installations (`pip install nixl-cu12==1.5.1`), and on the loader's path ([`places`]).
+//! packages of the Python installations (`pip install --no-deps nixl-cu12==1.5.1`), and on the loader's path ([`places`]).
 //! Its environment is set before it is opened, never over the user's: [`prepare_environment`].
 //!
 //! UCX decides how bytes go. Between processes of one host the kernel copies (CMA), inside the post; elsewhere RDMA or

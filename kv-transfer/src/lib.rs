@@ -6,7 +6,7 @@
 //! | feature | transport | needs |
 //! |---|---|---|
 //! | `tcp` (default) | [`tcp`]: host memory; same host by the kernel's vectored copy, across hosts by striped TCP | nothing |
-//! | `nixl` | [`nixl`]: host and device memory over NIXL and UCX; speaks with SGLang's NIXL workers | `libnixl_capi.so` 1.5 at run time (`pip install nixl-cu12==1.5.1`); building needs nothing |
+//! | `nixl` | `kv_transfer::nixl`: host memory, and device memory (never run) over NIXL and UCX; speaks with SGLang's NIXL workers | `libnixl_capi.so` 1.5 at run time (`pip install --no-deps nixl-cu12==1.5.1`); building needs nothing |
 //!
 //! # Both sides, in short
 //!

@@ -97,9 +97,10 @@ impl Workload {
     }
 
     /// What both sides of two machines must have alike, by name.
-    pub fn stated(&self, max_tokens: Option<u32>, shape: Shape) -> Stated {
+    pub fn stated(&self, transport: &str, max_tokens: Option<u32>, shape: Shape) -> Stated {
         let model = &self.model;
         let mut fields = vec![
+            ("transport", transport.to_owned()),
             ("model", model.name.clone()),
             ("layers", model.layers.to_string()),
             ("page_size", model.page_tokens.to_string()),
@@ -259,6 +260,7 @@ pub struct Bar {
     bar: ProgressBar,
     phase: String,
     bytes: u64,
+    failed: u64,
     lines: Option<std::time::Instant>,
 }
 
@@ -274,7 +276,7 @@ impl Bar {
         }
         bar.enable_steady_tick(Duration::from_millis(250));
         let lines = (!std::io::stderr().is_terminal()).then(std::time::Instant::now);
-        Self { bar, phase: String::new(), bytes: 0, lines }
+        Self { bar, phase: String::new(), bytes: 0, failed: 0, lines }
     }
 
     /// Take it off the screen.
@@ -283,7 +285,8 @@ impl Bar {
     }
 
     fn show(&mut self) {
-        let message = format!("{:.2} GB moved, {}", self.bytes as f64 / 1e9, self.phase);
+        let failed = if self.failed > 0 { format!("{} failed, ", self.failed) } else { String::new() };
+        let message = format!("{failed}{:.2} GB moved, {}", self.bytes as f64 / 1e9, self.phase);
         if let Some(last) = self.lines.as_mut().filter(|last| last.elapsed() >= LINE_EVERY) {
             *last = std::time::Instant::now();
             eprintln!("{}/{} requests, {message}", self.bar.position(), self.bar.length().unwrap_or(0));
@@ -296,6 +299,13 @@ impl Progress for Bar {
     fn phase(&mut self, what: &str) {
         what.clone_into(&mut self.phase);
         self.show();
+    }
+
+    fn failed(&mut self, room: u64, reason: &str) {
+        self.failed += 1;
+        if self.failed == 1 {
+            self.bar.suspend(|| eprintln!("the first request failed, room {room}: {reason}"));
+        }
     }
 
     fn ended(&mut self, n: u64, bytes: u64) {

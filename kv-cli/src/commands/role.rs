@@ -66,7 +66,7 @@ pub fn run(role: Role, mut args: RoleArgs, json: bool, seed: u64, pattern: Patte
     if let Some(at) = &served {
         eprintln!("bootstrap server on {at}");
     }
-    let stated = workload.stated(args.workload.max_tokens, shape);
+    let stated = workload.stated(transport, args.workload.max_tokens, shape);
     // Held until the run is over: it says that this prefill lives.
     let _statement = match role {
         Role::Prefill => {

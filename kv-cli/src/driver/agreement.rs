@@ -87,7 +87,7 @@ impl Stated {
             return Ok(());
         }
         Err(CliError::new(differ.join(", ")).hint(
-            "start both sides with the same --model, --trace, --requests, --max-tokens, --pool-mib, \
+            "start both sides with the same --transport, --model, --trace, --requests, --max-tokens, --pool-mib, \
              --page-tokens, --seed, --pattern and sizes",
         ))
     }

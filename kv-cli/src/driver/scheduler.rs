@@ -46,6 +46,8 @@ pub struct RunConfig {
 pub trait Progress {
     /// A phase begins: `filling`, `moving`, `verifying`.
     fn phase(&mut self, what: &str);
+    /// A request has failed; [`ended`](Self::ended) follows.
+    fn failed(&mut self, room: u64, reason: &str);
     /// `n` more requests have ended, after moving `bytes`.
     fn ended(&mut self, n: u64, bytes: u64);
 }
@@ -53,6 +55,7 @@ pub trait Progress {
 /// No progress.
 impl Progress for () {
     fn phase(&mut self, _what: &str) {}
+    fn failed(&mut self, _room: u64, _reason: &str) {}
     fn ended(&mut self, _n: u64, _bytes: u64) {}
 }
 
@@ -333,6 +336,7 @@ impl<'a> Scheduler<'a> {
         let InFlight { request, prefill, mut decode } = flight;
         if let Some(reason) = failed {
             self.recorder.failure(room, &reason);
+            self.progress.failed(room, &reason);
             self.progress.ended(1, 0);
             let mut waiting_for: HashSet<_> =
                 [Role::Prefill, Role::Decode].iter().flat_map(|r| self.fleet.alive(*r)).collect();

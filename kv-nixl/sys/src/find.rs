@@ -56,13 +56,18 @@ pub fn places(configured: Option<&Path>) -> Vec<Place> {
     }
     let mut out = Vec::new();
     let exe = std::env::current_exe().unwrap_or_default();
-    for dir in exe.ancestors().skip(1).take(4) {
-        let found = wheels(&dir.join(DOWNLOAD));
-        out.extend(found.into_iter().map(|path| Place::new("cargo xtask setup nixl", path)));
-    }
-    for site in site_packages() {
-        out.extend(wheels(&site).into_iter().map(|path| Place::new("Python's packages", path)));
-    }
+    // A place without any is named all the same: whoever looks for the library learns where it would be found.
+    let mut look = |by: &str, dirs: Vec<PathBuf>, best: Option<PathBuf>| {
+        let found: Vec<PathBuf> = dirs.iter().flat_map(|d| wheels(d)).collect();
+        let none = best.filter(|_| found.is_empty()).map(|d| d.join(".nixl_cu12.mesonpy.libs").join(FILE));
+        out.extend(found.into_iter().chain(none).map(|path| Place::new(by, path)));
+    };
+    let beside: Vec<&Path> = exe.ancestors().skip(1).take(4).collect();
+    let target = beside.iter().find(|d| d.ends_with("target")).or(beside.first()).map(|d| d.join(DOWNLOAD));
+    look("cargo xtask setup nixl", beside.iter().map(|d| d.join(DOWNLOAD)).collect(), target);
+    let sites = site_packages();
+    let first = sites.first().cloned();
+    look("Python's packages", sites, first);
     out.push(Place::new("the loader's path", FILE));
     out
 }

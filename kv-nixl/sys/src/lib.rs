@@ -125,7 +125,7 @@ fn describe(tried: &[Tried]) -> String {
         out.push_str("; ");
     }
     out.push_str(
-        "install it (`cargo xtask setup nixl` here, or `pip install nixl-cu12==1.5.1`), or set KV_NIXL_LIB to its path",
+        "install it (`cargo xtask setup nixl` here, or `pip install --no-deps nixl-cu12==1.5.1`), or set KV_NIXL_LIB to its path",
     );
     out
 }
