@@ -31,12 +31,13 @@ impl HostIdentity {
         self.boot_id != [0; 16] && self.pid_ns != 0 && (self.boot_id, self.pid_ns) == (other.boot_id, other.pid_ns)
     }
 
-    /// Whether `successor` is another process on the same boot of the same host: found at the same endpoint, it has taken
+    /// Whether `successor` is another, not older, process on the same boot of the same host: found at the same endpoint, it has taken
     /// this generation's place.
     pub fn succeeded_by(&self, successor: &Self) -> bool {
         self.shares_pids(successor)
             && self.start != 0
             && successor.start != 0
+            && self.start <= successor.start
             && (self.pid, self.start) != (successor.pid, successor.start)
     }
 
@@ -216,6 +217,8 @@ mod tests {
         assert!(predecessor.open(&me).is_none());
         assert!(predecessor.succeeded_by(&me));
         assert!(!me.succeeded_by(&me));
+        // A late word of the older one does not make the newer one its predecessor.
+        assert!(!me.succeeded_by(&predecessor));
     }
 
     #[cfg(feature = "host")]

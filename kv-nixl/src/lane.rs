@@ -469,6 +469,5 @@ impl Drop for NixlLane {
         }
         let left = flying.into_iter().chain(std::mem::take(&mut self.overdue));
         self.core.adopt(left.chain(std::mem::take(&mut self.retained)).collect());
-        self.core.lane_gone();
     }
 }

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -20,6 +19,7 @@ use crate::config::NixlConfig;
 use crate::environment::prepare_environment;
 use crate::keeper::Keeper;
 use crate::lane::{Change, Flight, LaneShared, NixlLane};
+use crate::library::LibraryInfo;
 use crate::metadata::{self, EndsEarly};
 use crate::peer::{Peer, State};
 use crate::prepared::{Budget, Lists};
@@ -215,10 +215,6 @@ impl Core {
         stats::sub(&self.counters.ops_retained, 1);
     }
 
-    pub fn lane_gone(&self) {
-        lock(&self.lanes).retain(|l| l.strong_count() > 0);
-    }
-
     fn ended(&self, id: PeerId) -> Option<(Arc<Peer>, TransportError)> {
         let peer = self.peer(id).filter(|p| p.process.as_ref().is_some_and(|h| h.exited()))?;
         let text = format!("the process of {} has ended", peer.name.to_string_lossy());
@@ -349,9 +345,7 @@ impl Core {
         let error = TransportError::new(ErrorKind::PeerLost, text);
         let dead = match (peer.host, descriptor.host) {
             // One address on one boot of one host belongs to one process at a time.
-            (Some(old), Some(new)) => {
-                *lock(&peer.endpoint) == descriptor.endpoint && old.succeeded_by(&new) && old.start <= new.start
-            }
+            (Some(old), Some(new)) => *lock(&peer.endpoint) == descriptor.endpoint && old.succeeded_by(&new),
             _ => false,
         };
         // Where the process itself can be seen, only its end is its end.
@@ -427,19 +421,6 @@ pub struct NixlTransport {
     capabilities: Capabilities,
 }
 
-/// What was loaded: for `doctor`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LibraryInfo {
-    /// The library.
-    pub path: PathBuf,
-    /// Its release, where its installation tells.
-    pub version: Option<String>,
-    /// NIXL's plugins.
-    pub plugins: Vec<String>,
-    /// UCX's transport modules beside it: `cma`, `ib`, `cuda`, ..
-    pub ucx_modules: Vec<String>,
-}
-
 impl NixlTransport {
     /// Open the library (the first in the process: 0.2 to 0.6 s) and make an agent of a fresh name.
     ///
@@ -500,36 +481,13 @@ impl NixlTransport {
 
     /// What was loaded.
     pub fn library(&self) -> LibraryInfo {
-        let api = self.core.agent.api();
-        LibraryInfo {
-            path: api.path().to_owned(),
-            version: api.version(),
-            plugins: self.core.agent.plugins(),
-            ucx_modules: ucx_modules(api.path()),
-        }
+        LibraryInfo::of(&self.core.agent)
     }
 
     /// Whether the death of this peer's process can be seen from here.
     pub fn watches(&self, peer: PeerId) -> bool {
         self.core.peer(peer).is_some_and(|p| p.process.is_some())
     }
-}
-
-/// `libuct_cma.so` -> `cma`, of the `*.libs/ucx` folder beside the wheel's libraries.
-fn ucx_modules(library: &std::path::Path) -> Vec<String> {
-    let site = library.parent().and_then(std::path::Path::parent);
-    let folders = site.and_then(|s| std::fs::read_dir(s).ok()).into_iter().flatten().flatten();
-    let ucx = folders.map(|f| f.path().join("ucx")).find(|p| p.is_dir());
-    let files = ucx.and_then(|p| std::fs::read_dir(p).ok()).into_iter().flatten().flatten();
-    let mut out: Vec<String> = files
-        .filter_map(|f| {
-            let name = f.file_name().into_string().ok()?;
-            Some(name.strip_prefix("libuct_")?.split(['.', '-']).next()?.to_owned())
-        })
-        .collect();
-    out.sort();
-    out.dedup();
-    out
 }
 
 /// A version 4 UUID, as SGLang's agents are named.

@@ -10,8 +10,10 @@ use std::time::Duration;
 use common::bare::Bare;
 use common::{Remote, Source, available, config, with_environment};
 use kv_core::host::HostIdentity;
+use kv_core::memory::MemoryOwner as _;
 use kv_core::transport::{Outcome, Settlement, SubmitError, Transport as _, TransportErrorKind};
 use kv_nixl::{NixlConfig, PeerErrors};
+use kv_testkit::TestMemory;
 use kv_testkit::conformance::Target as _;
 use nixl_capi_sys::status;
 
@@ -23,6 +25,21 @@ const SHM: &[(&str, &str)] = &[("UCX_TLS", "posix,self")];
 #[test]
 fn child_entry_point() {
     common::serve_if_child();
+}
+
+/// The library bare, with 64 MiB registered, and a first write to `target` done.
+fn bare_to(target: &Remote, errors: &str) -> (Bare, Arc<TestMemory>) {
+    let bare = Bare::new("bare", errors);
+    let memory = TestMemory::new(64 * M);
+    bare.register(memory.base(), memory.len());
+    assert_eq!(bare.load(&target.descriptor.metadata), status::SUCCESS);
+    let small = bare.create(&target.descriptor.name, memory.base(), target.block.addr, 64).unwrap();
+    let mut code = bare.post(small);
+    while code == status::IN_PROG {
+        code = bare.status(small);
+    }
+    assert_eq!(code, status::SUCCESS);
+    (bare, memory)
 }
 
 /// Ops large enough that one is in flight for a while.
@@ -169,19 +186,9 @@ fn control_a_release_in_progress_succeeds_and_stops_nothing() {
         return;
     }
     let mut target = Remote::new(1, 64 * M);
-    let bare = Bare::new("bare", "peer");
-    let memory = kv_testkit::TestMemory::new(64 * M);
-    use kv_core::memory::MemoryOwner as _;
-    bare.register(memory.base(), memory.len());
-    assert_eq!(bare.load(&target.descriptor.metadata), status::SUCCESS);
-    let name = target.descriptor.name.clone();
-    let small = bare.create(&name, memory.base(), target.block.addr, 64).unwrap();
-    let mut code = bare.post(small);
-    while code == status::IN_PROG {
-        code = bare.status(small);
-    }
+    let (bare, memory) = bare_to(&target, "peer");
     target.process.pause().unwrap();
-    let request = bare.create(&name, memory.base(), target.block.addr, 64 * M as u64).unwrap();
+    let request = bare.create(&target.descriptor.name, memory.base(), target.block.addr, 64 * M as u64).unwrap();
     assert_eq!(bare.post(request), status::IN_PROG);
     assert_eq!(bare.release(request), status::SUCCESS);
     memory.write(0, &vec![0xEE; 64 * M]);
@@ -224,11 +231,10 @@ fn control_a_stale_generation_is_refused_by_the_library() {
     if !available("control_a_stale_generation_is_refused_by_the_library") {
         return;
     }
-    use kv_core::memory::MemoryOwner as _;
     let what = "5 noticed keep the-name";
     let mut old = Remote::with(what, M);
     let bare = Bare::new("bare", "peer");
-    let memory = kv_testkit::TestMemory::new(M);
+    let memory = TestMemory::new(M);
     bare.register(memory.base(), memory.len());
     assert_eq!(bare.load(&old.descriptor.metadata), status::SUCCESS);
     let request = bare.create("the-name", memory.base(), old.block.addr, 64).unwrap();
@@ -330,20 +336,10 @@ fn control_shared_memory_hangs_silently() {
     if !with_environment("control_shared_memory_hangs_silently", SHM) {
         return;
     }
-    use kv_core::memory::MemoryOwner as _;
     let mut target = Remote::with("3 ignored", 64 * M);
-    let bare = Bare::new("bare", "none");
-    let memory = kv_testkit::TestMemory::new(64 * M);
-    bare.register(memory.base(), memory.len());
-    assert_eq!(bare.load(&target.descriptor.metadata), status::SUCCESS);
-    let name = target.descriptor.name.clone();
-    let small = bare.create(&name, memory.base(), target.block.addr, 64).unwrap();
-    let mut code = bare.post(small);
-    while code == status::IN_PROG {
-        code = bare.status(small);
-    }
+    let (bare, memory) = bare_to(&target, "none");
     target.process.pause().unwrap();
-    let request = bare.create(&name, memory.base(), target.block.addr, 64 * M as u64).unwrap();
+    let request = bare.create(&target.descriptor.name, memory.base(), target.block.addr, 64 * M as u64).unwrap();
     assert_eq!(bare.post(request), status::IN_PROG);
     target.process.kill().unwrap();
     for _ in 0..30 {
