@@ -501,7 +501,8 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
     assert_eq!(p.stats().peers, 1, "and the op is not forgotten");
     // Connected again: a fence for the old session, and a session of its own.
     listener.set_nonblocking(false).unwrap();
-    std::thread::scope(|scope| {
+    // Open until the end of the test: a connection that closes is news of its own.
+    let _open = std::thread::scope(|scope| {
         let there = scope.spawn(|| {
             let mut kept = Vec::new();
             for _ in 0..4 {
@@ -520,7 +521,7 @@ fn cat_f53_a_lost_host_is_not_called_on_for_ever() {
             kept
         });
         assert_ne!(p.connect(&descriptor).unwrap(), peer);
-        there.join().unwrap();
+        there.join().unwrap()
     });
     let told = news(3);
     let quiet = kv_core::transport::Settlement::Settled { src_quiet: true, dst_quiet: true };
