@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::driver::protocol::TcpPath;
 use crate::model::DEFAULT_PAGE_TOKENS;
+use crate::peer::args::PeerCommand;
 use crate::pool::PageOrder;
 use crate::shape::Shape;
 
@@ -56,6 +57,9 @@ pub enum Command {
     /// Simulate fleets under faults: many room lives, each checked. One episode is replayed by its seed.
     #[cfg(feature = "sim")]
     Sim(SimArgs),
+    /// One rank of a room list, for the other side to be another implementation: the real SGLang (see interop/), or yours.
+    #[command(subcommand)]
+    Peer(PeerCommand),
     /// Say which transports and devices work here, which do not, why, and what would change that.
     Doctor,
     /// Control messages.
@@ -77,6 +81,7 @@ impl Command {
     pub fn may_open_nixl(&self) -> bool {
         match self {
             Self::Prefill(args) | Self::Decode(args) => args.worker || args.workload.transport == "nixl",
+            Self::Peer(command) => command.common().backend == "nixl",
             _ => false,
         }
     }
@@ -310,6 +315,9 @@ mod tests {
             "kvt decode --worker",
             "kvt decode --bootstrap h:1 --stats-every 5",
             "kvt wire decode --dialect mori frames.txt",
+            "kvt peer prefill --backend tcp --rooms 100:4 --attn mha --abort-at kill:2 --abort-rooms 101",
+            "kvt peer decode --rooms 7,9 --gate 1 --d-abort-at after-metadata:300 --all-ranks --tp-size 2",
+            "kvt peer bootstrap --bootstrap-host ::1 --bootstrap-port 0",
         ] {
             Cli::try_parse_from(line.split(' ')).unwrap_or_else(|e| panic!("{line}: {e}"));
         }

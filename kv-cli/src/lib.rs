@@ -14,6 +14,7 @@ pub mod model;
 pub mod nixl;
 pub mod out;
 pub mod pattern;
+pub mod peer;
 pub mod plan_requests;
 pub mod pool;
 pub mod report;
@@ -36,6 +37,7 @@ pub fn run(cli: cli::Cli) -> error::Result<ExitCode> {
         Command::Replay(args) => commands::replay::replay(&args, json, seed, pattern),
         #[cfg(feature = "sim")]
         Command::Sim(args) => commands::sim::run(&args, json, seed),
+        Command::Peer(command) => peer::run(&command),
         Command::Doctor => commands::doctor::run(json),
         Command::Wire(WireCommand::Decode(args)) => commands::wire_decode::run(&args, json),
     }

@@ -15,6 +15,13 @@ fn main() -> ExitCode {
     }
     let cli = kv_cli::cli::Cli::parse();
     // While this is the only thread.
+    if let kv_cli::cli::Command::Peer(command) = &cli.command {
+        // SAFETY: no thread was started yet.
+        if let Err(e) = unsafe { kv_cli::peer::set_environment(command.common()) } {
+            eprintln!("kvt: {}", e.one_line());
+            return ExitCode::FAILURE;
+        }
+    }
     #[cfg(feature = "nixl")]
     if cli.command.may_open_nixl() {
         kv_transfer::nixl::prepare_environment();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::driver::engine::{DecodeEngine, EngineFactory, PrefillStart};
 use crate::driver::managed::{self, Backend};
-use crate::driver::protocol::WorkerConfig;
+use crate::driver::protocol::{TcpPath, WorkerConfig};
 use crate::error::{CliError, Result};
 use crate::memory::KvMemory;
 
@@ -20,10 +20,16 @@ pub const TRANSPORTS: &[&str] = &[
     "nixl",
 ];
 
-fn backend(config: &WorkerConfig) -> Result<Backend> {
-    match config.transport.as_str() {
+/// A transport by its name. `host`: the address that peers reach this rank at.
+///
+/// # Errors
+/// It is not built in, or cannot start here.
+pub fn backend(transport: &str, host: &str, path: TcpPath) -> Result<Backend> {
+    #[cfg(not(feature = "tcp"))]
+    let _ = (host, path);
+    match transport {
         #[cfg(feature = "tcp")]
-        "tcp" => tcp(config),
+        "tcp" => tcp(host, path),
         #[cfg(feature = "nixl")]
         "nixl" => nixl(),
         name => {
@@ -35,12 +41,12 @@ fn backend(config: &WorkerConfig) -> Result<Backend> {
 }
 
 #[cfg(feature = "tcp")]
-fn tcp(config: &WorkerConfig) -> Result<Backend> {
-    use crate::driver::protocol::{Arrived, TcpPath};
+fn tcp(host: &str, path: TcpPath) -> Result<Backend> {
+    use crate::driver::protocol::Arrived;
     use kv_transfer::tcp::{SameHost, TcpConfig, TcpTransport};
-    let ip = config.host.trim_start_matches('[').trim_end_matches(']').parse::<std::net::IpAddr>();
+    let ip = host.trim_start_matches('[').trim_end_matches(']').parse::<std::net::IpAddr>();
     let mut tcp = TcpConfig {
-        same_host: match config.tcp_path {
+        same_host: match path {
             TcpPath::Auto => SameHost::Auto,
             TcpPath::Copy => SameHost::Only,
             TcpPath::Stream => SameHost::Off,
@@ -75,10 +81,10 @@ fn nixl() -> Result<Backend> {
 
 impl EngineFactory for BuiltIn {
     fn prefill(&self, config: &WorkerConfig, memory: Arc<KvMemory>) -> Result<PrefillStart> {
-        managed::prefill(config, backend(config)?, &memory)
+        managed::prefill(config, backend(&config.transport, &config.host, config.tcp_path)?, &memory)
     }
 
     fn decode(&self, config: &WorkerConfig, memory: Arc<KvMemory>) -> Result<Box<dyn DecodeEngine>> {
-        managed::decode(config, backend(config)?, &memory)
+        managed::decode(config, backend(&config.transport, &config.host, config.tcp_path)?, &memory)
     }
 }

@@ -12,18 +12,18 @@ use kv_transfer::aux_slots::AuxSlots;
 use kv_transfer::bootstrap::{BootstrapServer, RegistrationConfig, address::split_host_port};
 use kv_transfer::engine::RoomEvent;
 use kv_transfer::hooks::ManagerHooks;
-use kv_transfer::layout::{AttentionKind, EntryDesc, LayoutSpec, LocalLayout};
+use kv_transfer::layout::LocalLayout;
 use kv_transfer::manager::{
     DecodeConfig, DecodeManager, KvReceiver, KvSender, MetadataOptions, PrefillConfig, PrefillIdentity, PrefillManager,
     SendOptions,
 };
-use kv_transfer::memory::MemoryOwner;
 use kv_transfer::topology::DecodeRank;
 use kv_transfer::transport::Transport;
 use kv_transfer::{KvPoll, Room};
 
 use crate::driver::agreement;
 use crate::driver::engine::{DecodeEngine, EngineEvent, PrefillEngine, PrefillStart};
+use crate::driver::layout::{self, Described};
 use crate::driver::protocol::{Arrived, BootstrapAt, FetchRoom, ServeRoom, WorkerConfig};
 use crate::driver::rows;
 use crate::driver::stats::RankStats;
@@ -55,41 +55,18 @@ fn layout(
     memory: &Arc<KvMemory>,
     rows: &Arc<AuxSlots>,
 ) -> Result<LocalLayout> {
-    let owner: Arc<dyn MemoryOwner> = memory.clone();
-    let pool = backend.transport.register(owner).map_err(|e| failed("cannot register the pool", e))?;
-    let owner: Arc<dyn MemoryOwner> = rows.clone();
-    let aux = backend.transport.register(owner).map_err(|e| failed("cannot register the metadata rows", e))?;
-    let geometry = memory.geometry();
-    let kv = (0..geometry.entries()).map(|entry| EntryDesc {
-        region: pool.id(),
-        offset: memory.entry_offset(entry),
-        len: memory.entry_len(),
-        item_len: geometry.item_len(),
-        layer_id: Some(geometry.entry(entry).0),
-    });
-    let spec = LayoutSpec {
-        kv: kv.collect(),
-        aux: rows
-            .entries()
-            .map(|e| EntryDesc { region: aux.id(), offset: e.offset, len: e.len, item_len: e.item_len, layer_id: None })
-            .collect(),
-        page_size: config.model.page_tokens,
+    let described = Described {
         // The width is what both sides must agree on; the model's own name for it is not known here.
         kv_cache_dtype: format!("{}-bit", config.model.value_bytes * 8),
-        attention: if config.model.is_mla() { AttentionKind::Mla } else { AttentionKind::Mha },
-        attn_tp_size: config.shape.tp,
-        engine_rank: config.rank.tp,
-        pp_size: config.shape.pp,
-        pp_rank: config.rank.pp,
-        prefill_start_layer: geometry.layers.start,
-        prefill_end_layer: Some(geometry.layers.end),
-        ..LayoutSpec::default()
+        shape: config.shape,
+        rank: config.rank,
+        layer_ids: true,
     };
-    LocalLayout::new(spec, [pool, aux]).map_err(|e| failed("the pool's layout", e))
+    layout::register(&*backend.transport, memory, rows, described)
 }
 
 /// Block until `fd` is readable or the time is over.
-fn wait_readable(fd: RawFd, timeout: Duration) {
+pub fn wait_readable(fd: RawFd, timeout: Duration) {
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let ms = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
     // SAFETY: one pollfd that lives through the call. Errors (EINTR) read as "no news", which the caller expects.

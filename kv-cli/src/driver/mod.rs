@@ -13,6 +13,7 @@ pub mod agreement;
 pub mod builtin;
 pub mod engine;
 pub mod fleet;
+pub mod layout;
 #[cfg(test)]
 pub mod loopback;
 pub mod managed;
