@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use kv_core::memory::{MemoryKind, RegisteredRegion};
 use kv_core::plan::{EntryPair, PlanGroup, Span, WritePlan};
@@ -25,8 +26,30 @@ pub(crate) fn lower(core: &Arc<Core>, op: &WriteOp, peer: &Peer) -> Result<Small
     if total > most {
         return Err(invalid(format!("an op of {total} bytes; at most {most}")));
     }
+    // A peer whose device memory is host memory after all (see `Peer::device_is_host`) was found out by its first write.
+    let device_is_host = peer.device_is_host.load(Ordering::Relaxed);
+    let device = op.plan.groups().iter().flat_map(|g| g.entries.iter()).any(|e| e.dst_kind != MemoryKind::Dram);
+    match transfers(core, op, peer, device_is_host) {
+        Err(error) if device && error.kind == ErrorKind::Refused => {
+            let requests = transfers(core, op, peer, !device_is_host).map_err(|_| error)?;
+            if !peer.device_is_host.fetch_xor(true, Ordering::Relaxed) {
+                let name = peer.name.to_string_lossy();
+                tracing::info!(peer = %name, "its device memory is registered as host memory with NIXL: written as that");
+            }
+            Ok(requests)
+        }
+        made => made,
+    }
+}
+
+fn transfers(
+    core: &Arc<Core>,
+    op: &WriteOp,
+    peer: &Peer,
+    device_is_host: bool,
+) -> Result<SmallVec<[Request; 1]>, TransportError> {
     let mut requests = SmallVec::new();
-    let made = parts(op).iter().try_for_each(|part| {
+    let made = parts(op, device_is_host).iter().try_for_each(|part| {
         let rest = by_index(core, part, op, peer, &mut requests)?;
         let plan = rest.as_ref().unwrap_or(&part.plan);
         requests.extend(by_lists(core, part, plan, op, peer)?);
@@ -128,12 +151,13 @@ struct Part<'a> {
     plan: Cow<'a, WritePlan>,
 }
 
-fn parts(op: &WriteOp) -> SmallVec<[Part<'_>; 1]> {
+fn parts(op: &WriteOp, device_is_host: bool) -> SmallVec<[Part<'_>; 1]> {
     let source =
         |e: &EntryPair| op.regions.iter().find(|r| r.id() == e.src_region).map_or(MemoryKind::Dram, |r| r.kind());
+    let target = |e: &EntryPair| if device_is_host { MemoryKind::Dram } else { e.dst_kind };
     let mut kinds = SmallVec::<[(MemoryKind, MemoryKind); 1]>::new();
     for entry in op.plan.groups().iter().flat_map(|g| g.entries.iter()) {
-        let pair = (source(entry), entry.dst_kind);
+        let pair = (source(entry), target(entry));
         if !kinds.contains(&pair) {
             kinds.push(pair);
         }
@@ -141,7 +165,7 @@ fn parts(op: &WriteOp) -> SmallVec<[Part<'_>; 1]> {
     let whole = kinds.len() == 1;
     let part = |(from, to): (MemoryKind, MemoryKind)| {
         let of_it = |g: &PlanGroup| PlanGroup {
-            entries: g.entries.iter().filter(|e| (source(e), e.dst_kind) == (from, to)).copied().collect(),
+            entries: g.entries.iter().filter(|e| (source(e), target(e)) == (from, to)).copied().collect(),
             runs: Arc::clone(&g.runs),
         };
         let plan = if whole {

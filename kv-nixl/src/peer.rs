@@ -35,6 +35,10 @@ pub(crate) struct Peer {
     pub metadata: Mutex<Bytes>,
     /// Its entries that were prepared.
     pub lists: Lists,
+    /// What it calls device memory in its control messages it registered as host memory with the library. SGLang 0.5.23
+    /// says VRAM unless told otherwise, also of a pool on the CPU. The library has the last word: it refuses a write to a
+    /// range that is not registered under its kind, and addresses of host and device never coincide.
+    pub device_is_host: AtomicBool,
     /// Ops in flight or not settled.
     pub open: AtomicUsize,
     /// Of those, the ones that may still end well, or are just being posted.
@@ -62,6 +66,7 @@ impl Peer {
             process,
             metadata: Mutex::new(metadata),
             lists: Lists::default(),
+            device_is_host: AtomicBool::new(false),
             open: AtomicUsize::new(0),
             flying: AtomicUsize::new(0),
             closing: AtomicBool::new(false),

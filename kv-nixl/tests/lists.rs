@@ -5,6 +5,7 @@ mod common;
 
 use common::{Remote, Source, available, config};
 use kv_core::ids::PeerId;
+use kv_core::memory::MemoryKind;
 use kv_core::plan::{EntryPair, PlanGroup, Run, WritePlan};
 use kv_core::transport::{Outcome, SubmitError};
 use kv_nixl::NixlConfig;
@@ -23,6 +24,10 @@ fn child_entry_point() {
 
 /// Two entries, each page of the first half of a shuffled list to a page of another.
 fn plan(s: &Source, to: u64, rng: &mut Rng, pages: usize) -> (WritePlan, Vec<Run>) {
+    plan_to(s, to, MemoryKind::Dram, rng, pages)
+}
+
+fn plan_to(s: &Source, to: u64, kind: MemoryKind, rng: &mut Rng, pages: usize) -> (WritePlan, Vec<Run>) {
     let (mut src, mut dst): (Vec<u32>, Vec<u32>) = ((0..PAGES).collect(), (0..PAGES).collect());
     rng.shuffle(&mut src);
     rng.shuffle(&mut dst);
@@ -36,16 +41,20 @@ fn plan(s: &Source, to: u64, rng: &mut Rng, pages: usize) -> (WritePlan, Vec<Run
         item_len: PAGE,
         src_stride: PAGE,
         dst_stride: PAGE,
-        dst_kind: Default::default(),
+        dst_kind: kind,
     };
     let group = PlanGroup { entries: [entry(0), entry(1)].into(), runs: runs.clone().into() };
     (WritePlan::new([group]), runs)
 }
 
 fn write_and_compare(s: &mut Source, peer: PeerId, target: &mut Remote, rng: &mut Rng, pages: usize) {
+    write_as(s, peer, target, MemoryKind::Dram, rng, pages);
+}
+
+fn write_as(s: &mut Source, peer: PeerId, target: &mut Remote, kind: MemoryKind, rng: &mut Rng, pages: usize) {
     let len = 2 * ENTRY as usize;
     target.process.write(target.block.id, 0, &vec![0; len]).unwrap();
-    let (plan, runs) = plan(s, target.block.addr, rng, pages);
+    let (plan, runs) = plan_to(s, target.block.addr, kind, rng, pages);
     let id = s.submit(peer, plan).unwrap();
     assert_eq!(s.outcome(id), Outcome::Done);
     let source = s.memory.read(0, len);
@@ -120,4 +129,24 @@ fn a_page_that_the_peer_does_not_have_is_refused() {
         }
     }
     write_and_compare(&mut s, peer, &mut target, &mut rng, 100);
+}
+
+/// SGLang 0.5.23 calls a pool VRAM unless told otherwise: what it registered with the library is what counts.
+#[test]
+fn r_h1_memory_that_a_peer_calls_vram_and_registered_as_host_memory_is_written() {
+    if !available("r_h1_memory_that_a_peer_calls_vram_and_registered_as_host_memory_is_written") {
+        return;
+    }
+    let mut rng = Rng::new(10);
+    let mut target = Remote::new(1, 2 * ENTRY as usize);
+    let mut s = Source::new(config(), 2 * ENTRY as usize);
+    let peer = s.connect(&target.descriptor);
+    let vram = MemoryKind::Vram { device: 0 };
+    for (kind, pages) in [(vram, 4), (vram, 100), (MemoryKind::Dram, 100), (vram, 200)] {
+        write_as(&mut s, peer, &mut target, kind, &mut rng, pages);
+    }
+    // What it did not register under either kind stays refused.
+    let (plan, _) = plan_to(&s, target.block.addr + 64 * ENTRY, vram, &mut rng, 4);
+    assert!(matches!(s.submit(peer, plan), Err(SubmitError::Rejected(..))));
+    write_as(&mut s, peer, &mut target, vram, &mut rng, 8);
 }
