@@ -9,6 +9,8 @@ pub mod wake;
 #[cfg(feature = "control")]
 pub mod zmq;
 
+use std::fmt;
+
 use bytes::Bytes;
 use smallvec::SmallVec;
 
@@ -49,6 +51,24 @@ pub enum ControlError {
         /// What the system said.
         reason: String,
     },
+}
+
+/// Listens in on the conversation of one rank, for a tool that records it.
+///
+/// Called by whoever runs the shard, in the middle of a step: it should be quick, and must not wait for the manager. Of
+/// each peer it hears messages in the order that the shard sends and takes them, each whole.
+pub trait ControlTap: Send + Sync {
+    /// The control plane took these frames for `to`.
+    fn sent(&self, to: &Endpoint, frames: &[Bytes]);
+
+    /// The shard takes these frames. Messages carry no sender.
+    fn received(&self, frames: &[Bytes]);
+}
+
+impl fmt::Debug for dyn ControlTap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ControlTap")
+    }
 }
 
 /// Sends and receives control messages. Owned by one shard at a time; never shared.

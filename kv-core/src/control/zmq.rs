@@ -37,7 +37,7 @@ pub use own::fuzzing;
 use own::{OwnInbox, OwnLinks};
 
 use super::wake::WakeFd;
-use super::{ControlError, ControlEvent, ControlPlane, Multipart};
+use super::{ControlError, ControlEvent, ControlPlane, ControlTap, Multipart};
 use crate::limits::Limits;
 use crate::net::Endpoint;
 use crate::time::Timestamp;
@@ -318,12 +318,19 @@ impl ZmqOutbox {
 pub struct ZmqControl {
     outbox: ZmqOutbox,
     incoming: VecDeque<Multipart>,
+    tap: Option<Arc<dyn ControlTap>>,
 }
 
 impl ZmqControl {
     /// A control plane that sends through `outbox`.
     pub fn new(outbox: ZmqOutbox) -> Self {
-        Self { outbox, incoming: VecDeque::new() }
+        Self { outbox, incoming: VecDeque::new(), tap: None }
+    }
+
+    /// Tell `tap` of every message that is sent and received from now on.
+    #[must_use]
+    pub fn tapped(self, tap: Option<Arc<dyn ControlTap>>) -> Self {
+        Self { tap, ..self }
     }
 
     /// Hand over a message that the inbox received. The next [`recv`](ControlPlane::recv) reports it, in this order.
@@ -344,7 +351,11 @@ impl ZmqControl {
 
 impl ControlPlane for ZmqControl {
     fn send(&mut self, to: &Endpoint, message: Multipart) -> Result<(), ControlError> {
-        self.outbox.send(to, message)
+        let Some(tap) = &self.tap else { return self.outbox.send(to, message) };
+        let frames = message.clone();
+        self.outbox.send(to, message)?;
+        tap.sent(to, &frames);
+        Ok(())
     }
 
     /// Lost peers first: they are few, and a flood of messages must not hide them.
@@ -352,6 +363,9 @@ impl ControlPlane for ZmqControl {
         let before = out.len();
         self.outbox.poll_events(max, out);
         let room = max.saturating_sub(out.len() - before).min(self.incoming.len());
+        if let Some(tap) = &self.tap {
+            self.incoming.range(..room).for_each(|message| tap.received(message));
+        }
         out.extend(self.incoming.drain(..room).map(ControlEvent::Message));
     }
 

@@ -1,7 +1,9 @@
 //! What a manager is told at its start. Defaults are SGLang 0.5.23's.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use crate::control::ControlTap;
 use crate::control::zmq::Implementation;
 use crate::limits::Limits;
 use crate::topology::DecodeRank;
@@ -45,6 +47,8 @@ pub struct PrefillConfig {
     pub tombstone_timeout: Duration,
     /// Its place.
     pub identity: PrefillIdentity,
+    /// Hears every control message of this rank.
+    pub tap: Option<Arc<dyn ControlTap>>,
 }
 
 impl Default for PrefillConfig {
@@ -58,6 +62,7 @@ impl Default for PrefillConfig {
             early_timeout: five_minutes,
             tombstone_timeout: five_minutes,
             identity: PrefillIdentity::default(),
+            tap: None,
         }
     }
 }
@@ -79,6 +84,8 @@ pub struct DecodeConfig {
     pub heartbeat_interval: Duration,
     /// Misses in a row after which a prefill server is lost (2).
     pub heartbeat_max_failure: u32,
+    /// Hears every control message of this rank.
+    pub tap: Option<Arc<dyn ControlTap>>,
 }
 
 impl Default for DecodeConfig {
@@ -91,6 +98,7 @@ impl Default for DecodeConfig {
             rank: DecodeRank::default(),
             heartbeat_interval: Duration::from_secs(5),
             heartbeat_max_failure: 2,
+            tap: None,
         }
     }
 }

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use super::live::LiveRooms;
 use super::runtime::{Engine, Step};
 use super::{ManagerError, RoomError};
+use crate::control::ControlTap;
 use crate::control::local_ip::local_ip;
 use crate::control::zmq::{Implementation, PushRole, ZmqControl, ZmqInbox, ZmqOutbox, ZmqSockets};
 use crate::engine::{RoomShared, Stats};
@@ -32,6 +33,14 @@ pub(super) struct Core<S: Step> {
 pub(super) struct Sockets {
     inbox: ZmqInbox,
     outbox: ZmqOutbox,
+    tap: Option<Arc<dyn ControlTap>>,
+}
+
+impl Sockets {
+    /// Have `tap` hear every message.
+    pub(super) fn tapped(self, tap: Option<Arc<dyn ControlTap>>) -> Self {
+        Self { tap, ..self }
+    }
 }
 
 impl<S: Step> Core<S> {
@@ -66,12 +75,13 @@ impl<S: Step> Core<S> {
             transport,
             thread: Mutex::new(None),
         };
-        Ok((core, Sockets { inbox, outbox }))
+        Ok((core, Sockets { inbox, outbox, tap: None }))
     }
 
     /// Give the shard its thread.
     pub(super) fn start(&self, name: &str, shard: S, sockets: Sockets) -> std::io::Result<()> {
-        let thread = self.engine.start(name, shard, ZmqControl::new(sockets.outbox), sockets.inbox)?;
+        let control = ZmqControl::new(sockets.outbox).tapped(sockets.tap);
+        let thread = self.engine.start(name, shard, control, sockets.inbox)?;
         *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(())
     }

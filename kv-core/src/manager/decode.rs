@@ -81,7 +81,7 @@ impl DecodeManager {
             registration: Arc::new(move || layout.to_registration(at.clone(), name.clone(), of.local_metadata())),
         };
         let shard = DecodeShard::new(shard_config, hooks, Box::new(directory), core.stats.clone());
-        core.start("kv-decode", shard, sockets)?;
+        core.start("kv-decode", shard, sockets.tapped(config.tap))?;
         Ok(Self(Arc::new(core)))
     }
 

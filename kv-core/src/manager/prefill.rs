@@ -99,7 +99,7 @@ impl PrefillManager {
         let lane = transport.lane()?;
         let shard =
             PrefillShard::new(shard_config, hooks, layout.clone(), lane, Box::new(connector), core.stats.clone());
-        core.start("kv-prefill", shard, sockets)?;
+        core.start("kv-prefill", shard, sockets.tapped(config.tap))?;
         let place = Place { layout, identity: config.identity, rank, extension };
         Ok(Self { core: Arc::new(core), place: Arc::new(place) })
     }

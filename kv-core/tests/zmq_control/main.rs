@@ -18,7 +18,7 @@ macro_rules! suite {
                 Implementation, InboxCounters, OutboxCounters, PushRole, ZmqControl, ZmqError, ZmqInbox, ZmqOutbox,
                 ZmqSockets,
             };
-            use kv_core::control::{ControlError, ControlEvent, ControlPlane, Multipart};
+            use kv_core::control::{ControlError, ControlEvent, ControlPlane, ControlTap, Multipart};
             use kv_core::time::{Clock, MonotonicClock};
             use kv_core::{Endpoint, Limits, Timestamp};
 

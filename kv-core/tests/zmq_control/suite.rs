@@ -692,3 +692,32 @@ fn the_control_plane_reports_losses_and_messages_in_order() {
     assert_eq!(events, [lost, message(0), message(1), message(2)]);
     assert_eq!(plane.pending(), 0);
 }
+
+#[test]
+fn a_tap_hears_what_was_taken_and_nothing_that_was_refused() {
+    #[derive(Default)]
+    struct Heard(Mutex<Vec<(Option<Endpoint>, Multipart)>>);
+    impl ControlTap for Heard {
+        fn sent(&self, to: &Endpoint, frames: &[Bytes]) {
+            self.0.lock().unwrap().push((Some(to.clone()), frames.iter().cloned().collect()));
+        }
+        fn received(&self, frames: &[Bytes]) {
+            self.0.lock().unwrap().push((None, frames.iter().cloned().collect()));
+        }
+    }
+    let limits = Limits::default();
+    let (_inbox, to) = inbox("127.0.0.1", &limits);
+    let heard = Arc::new(Heard::default());
+    let mut plane = ZmqControl::new(raw(PushRole::ToDecode, &limits)).tapped(Some(heard.clone()));
+    plane.send(&to, numbered(0, 0)).unwrap();
+    plane.send(&Endpoint::new("", 1), numbered(0, 1)).unwrap_err();
+    plane.push_incoming(numbered(1, 0));
+    plane.push_incoming(numbered(1, 1));
+    // Not before the shard takes it.
+    let mut events = Vec::new();
+    plane.recv(1, &mut events);
+    assert_eq!(*heard.0.lock().unwrap(), [(Some(to), numbered(0, 0)), (None, numbered(1, 0))]);
+    plane.recv(9, &mut events);
+    assert_eq!(events, [0, 1].map(|seq| ControlEvent::Message(numbered(1, seq))));
+    assert_eq!(heard.0.lock().unwrap().last(), Some(&(None, numbered(1, 1))));
+}

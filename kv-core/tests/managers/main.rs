@@ -1,0 +1,6 @@
+//! Managers over real threads, real control sockets, our bootstrap server and the fake transport.
+#![cfg(all(feature = "control", feature = "bootstrap"))]
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod support;
+mod tap;
