@@ -241,7 +241,7 @@ pub struct RoleArgs {
 #[derive(Debug, Subcommand)]
 pub enum WireCommand {
     /// Print control messages in words. Frames are hex, one a line, an empty line ends a message; or one JSON array of
-    /// hex strings a line.
+    /// hex strings a line; or the lines of a file of `kvt peer --capture`.
     Decode(WireDecodeArgs),
 }
 

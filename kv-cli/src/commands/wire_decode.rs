@@ -29,8 +29,11 @@ pub fn run(args: &WireDecodeArgs, json: bool) -> Result<ExitCode> {
         DialectArg::Mori => &MoriDialect,
         DialectArg::Tcp => &tcp,
     };
-    for frames in &messages {
-        out::text(&wire::describe(dialect, frames))?;
+    for message in &messages {
+        if let Some(title) = &message.title {
+            out::line(title)?;
+        }
+        out::text(&wire::describe(dialect, &message.frames))?;
     }
     if json {
         out::line(serde_json::json!({ "ok": true, "messages": messages.len() }))?;
@@ -54,31 +57,59 @@ fn read(file: Option<&Path>) -> Result<(String, String)> {
     Ok((text, name))
 }
 
-/// Messages of a text: lines of hex, an empty line between messages, or a JSON array of hex strings a line. `name` is
-/// for error texts.
+/// A message as it was given.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Given {
+    /// Which way it went, if that is known.
+    pub title: Option<String>,
+    /// Its frames.
+    pub frames: Vec<Bytes>,
+}
+
+/// A line of a capture. Lines without frames (HTTP exchanges) are passed over.
+#[derive(serde::Deserialize)]
+struct Captured {
+    dir: Option<String>,
+    peer: Option<String>,
+    endpoint: Option<String>,
+    #[serde(default)]
+    frames_hex: Vec<String>,
+}
+
+/// Messages of a text: lines of hex, an empty line between messages; or, a line each, a JSON array of hex strings, or an
+/// object of a capture. `name` is for error texts.
 ///
 /// # Errors
-/// A line that is neither, named.
-pub fn parse(text: &str, name: &str) -> Result<Vec<Vec<Bytes>>> {
+/// A line that is none of these, named.
+pub fn parse(text: &str, name: &str) -> Result<Vec<Given>> {
     let mut messages = Vec::new();
     let mut frames = Vec::new();
+    let untitled = |frames| Given { title: None, frames };
     for (i, line) in text.lines().enumerate() {
         let at = |what: String| {
             CliError::new(format!("{name}:{}: {what}", i + 1))
-                .hint("write frames as hex, or as a JSON array of hex strings")
+                .hint("write frames as hex, as a JSON array of hex strings, or give a file of --capture")
         };
         let line = line.trim();
         if line.starts_with('#') {
             continue;
         }
-        if line.is_empty() || line.starts_with('[') {
+        let all = |list: Vec<String>| list.iter().map(|s| hex(s).map_err(at)).collect::<Result<Vec<_>>>();
+        if line.is_empty() || line.starts_with(['[', '{']) {
             if !frames.is_empty() {
-                messages.push(std::mem::take(&mut frames));
+                messages.push(untitled(std::mem::take(&mut frames)));
             }
-            if !line.is_empty() {
-                let list: Vec<String> =
-                    serde_json::from_str(line).map_err(|e| at(format!("not a JSON array of strings: {e}")))?;
-                messages.push(list.iter().map(|s| hex(s).map_err(at)).collect::<Result<_>>()?);
+            if line.starts_with('[') {
+                let list = serde_json::from_str(line).map_err(|e| at(format!("not a JSON array of strings: {e}")))?;
+                messages.push(untitled(all(list)?));
+            } else if line.starts_with('{') {
+                let c: Captured =
+                    serde_json::from_str(line).map_err(|e| at(format!("not a line of a capture: {e}")))?;
+                let title: Vec<String> = [c.dir, c.peer.or(c.endpoint)].into_iter().flatten().collect();
+                let title = (!title.is_empty()).then(|| title.join(" "));
+                if !c.frames_hex.is_empty() {
+                    messages.push(Given { title, frames: all(c.frames_hex)? });
+                }
             }
             continue;
         }
@@ -86,7 +117,7 @@ pub fn parse(text: &str, name: &str) -> Result<Vec<Vec<Bytes>>> {
         frames.push(if line == "\"\"" { Bytes::new() } else { hex(line).map_err(at)? });
     }
     if !frames.is_empty() {
-        messages.push(frames);
+        messages.push(untitled(frames));
     }
     Ok(messages)
 }
@@ -115,7 +146,8 @@ mod tests {
         let text = "# two messages\n4e 69\n\"\"\n\n[\"0xff\", \"\"]\n01\n";
         let frame = |bytes: &'static [u8]| Bytes::from_static(bytes);
         let want = vec![vec![frame(b"Ni"), frame(b"")], vec![frame(b"\xff"), frame(b"")], vec![frame(b"\x01")]];
-        assert_eq!(parse(text, "f").unwrap(), want);
+        let got: Vec<_> = parse(text, "f").unwrap().into_iter().map(|m| m.frames).collect();
+        assert_eq!(got, want);
     }
 
     #[test]
@@ -124,6 +156,8 @@ mod tests {
             ("00\nxy", "f:2: 'x' is not a hex digit"),
             ("000", "f:1: 3 hex digits are no whole bytes"),
             ("[1]", "f:1: not a JSON array of strings"),
+            ("{\"frames_hex\":3}", "f:1: not a line of a capture"),
+            ("{\"frames_hex\":[\"zz\"]}", "f:1: 'z' is not a hex digit"),
         ] {
             let e = parse(text, "f").unwrap_err().one_line();
             assert!(e.starts_with(says), "{e}");

@@ -87,6 +87,7 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
     let agent = backend.transport.local_name().to_owned();
     let config = DecodeConfig {
         host: Some(common.host_ip.clone()),
+        tap: capture::tap(common)?,
         waiting_timeout: seconds("--wait-timeout", args.wait_timeout)?,
         heartbeat_interval: seconds("--heartbeat", args.heartbeat)?,
         rank: DecodeRank {
@@ -99,7 +100,6 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
         },
         ..DecodeConfig::default()
     };
-    let config = capture::decode(config, common)?;
     let hooks = if args.offer_extension { Arc::new(rank::Offering(backend.hooks)) } else { backend.hooks };
     let manager =
         DecodeManager::start(config, backend.transport, hooks, layout).map_err(|e| fail("cannot start decode", &e))?;

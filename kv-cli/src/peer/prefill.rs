@@ -100,6 +100,7 @@ pub fn run(args: &PrefillArgs) -> Result<u8> {
     let dp = (common.dp_size, common.dp_rank);
     let config = PrefillConfig {
         host: Some(common.host_ip.clone()),
+        tap: capture::tap(common)?,
         bootstrap_timeout: seconds("--boot-timeout", args.boot_timeout)?,
         identity: PrefillIdentity {
             attn_tp: (common.tp_size, common.tp_rank),
@@ -110,7 +111,6 @@ pub fn run(args: &PrefillArgs) -> Result<u8> {
         },
         ..PrefillConfig::default()
     };
-    let config = capture::prefill(config, common)?;
     let manager = PrefillManager::start(config, backend.transport, backend.hooks, layout)
         .map_err(|e| fail("cannot start prefill", &e))?;
     manager
