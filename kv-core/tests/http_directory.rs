@@ -280,10 +280,12 @@ fn rooms_are_served_by_the_dp_rank_that_claims_them() {
     decode.until("query", 2);
     let mut prefill = Bench::new(DirectoryConfig::prefill());
     prefill.directory.request(DirectoryRequest::RegisterDpRank {
+        token: 3,
         bootstrap_addr: addr,
         room: Room::new(8).unwrap(),
         dp_rank: 1,
     });
+    assert_eq!(prefill.event(), DirectoryEvent::DpRankRegistered { token: 3, result: Ok(()) });
     assert_eq!(decode.answer().unwrap().records[0].endpoint.port(), 7001);
 }
 

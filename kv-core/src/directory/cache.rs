@@ -127,7 +127,7 @@ enum Place {
     Info,
     Address { dp: u32, pool: u64, index: usize },
     DpQuery,
-    Register,
+    Register { token: u64 },
     Health,
 }
 
@@ -231,13 +231,14 @@ impl DirectoryCore {
                     server.forget(&pool_key);
                 }
             }
-            DirectoryRequest::RegisterDpRank { bootstrap_addr, room, dp_rank } => {
-                if self.shared.pending.len() >= self.shared.config.limits.max_rooms {
-                    tracing::warn!(%room, bootstrap_addr, "DP rank not registered: too many questions are under way");
-                    return;
+            DirectoryRequest::RegisterDpRank { token, bootstrap_addr, room, dp_rank } => {
+                let most = self.shared.config.limits.max_rooms;
+                if self.shared.pending.len() >= most {
+                    let result = Err(format!("{most} questions are under way already"));
+                    return self.shared.event(DirectoryEvent::DpRankRegistered { token, result });
                 }
                 let addr = Arc::from(bootstrap_addr);
-                self.shared.call(&addr, 0, Place::Register, Call::RegisterDpRank(room, dp_rank));
+                self.shared.call(&addr, 0, Place::Register { token }, Call::RegisterDpRank(room, dp_rank));
             }
         }
     }
@@ -265,12 +266,13 @@ impl DirectoryCore {
     /// Takes an answer. One that belongs to an earlier life of its server is ignored.
     pub fn handle_answer(&mut self, now: Timestamp, id: CallId, answer: Answer) {
         let Some(Pending { addr, life, place }) = self.shared.pending.remove(&id) else { return };
-        if let (Place::Register, Answer::RegisterDpRank(result)) = (&place, &answer) {
-            if let Err(error) = result {
-                tracing::warn!(%addr, %error, "DP rank not registered");
+        let (place, answer) = match (place, answer) {
+            (Place::Register { token }, Answer::RegisterDpRank(result)) => {
+                let result = result.map_err(|e| e.to_string());
+                return self.shared.event(DirectoryEvent::DpRankRegistered { token, result });
             }
-            return;
-        }
+            other => other,
+        };
         let Some(server) = self.servers.get_mut(&addr).filter(|s| s.life() == life) else { return };
         let shared = &mut self.shared;
         match (place, answer) {

@@ -453,10 +453,33 @@ fn bounds_are_errors() {
     let mut prefill = Bench::new(DirectoryConfig::prefill());
     prefill.ask(0, 1);
     assert!(prefill.reason().contains("belongs to a prefill rank"));
-    prefill.core.handle_request(
-        at(0),
-        DirectoryRequest::RegisterDpRank { bootstrap_addr: ADDR.into(), room: Room::new(5).unwrap(), dp_rank: 1 },
-    );
-    prefill.take();
-    assert_eq!(prefill.calls[0].2, Call::RegisterDpRank(Room::new(5).unwrap(), 1));
+}
+
+#[test]
+fn r_g1_each_claim_of_a_room_is_asked_once_and_answered_once() {
+    let mut config = DirectoryConfig::prefill();
+    config.limits.max_rooms = 2;
+    let mut b = Bench::new(config);
+    for n in 1..=3 {
+        let (bootstrap_addr, room) = (ADDR.into(), Room::new(n).unwrap());
+        b.core.handle_request(
+            at(0),
+            DirectoryRequest::RegisterDpRank { token: 10 + n, bootstrap_addr, room, dp_rank: 1 },
+        );
+        b.take();
+    }
+    let answered = |token, result: Result<(), &str>| DirectoryEvent::DpRankRegistered {
+        token,
+        result: result.map_err(str::to_owned),
+    };
+    assert_eq!(b.events, [answered(13, Err("2 questions are under way already"))]);
+    let answers = [Ok(()), Err(RegistryError::NotReady("soon".into()))];
+    for answer in &answers {
+        b.answer(1, |_| Some(Answer::RegisterDpRank(answer.clone())));
+    }
+    assert_eq!(b.calls, []);
+    let error = answers[1].as_ref().unwrap_err().to_string();
+    assert_eq!(b.events[1..], [answered(11, Ok(())), answered(12, Err(&error))]);
+    // Nothing is kept for them.
+    assert_eq!((b.core.servers(), b.core.poll_timeout()), (0, None));
 }

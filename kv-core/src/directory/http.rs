@@ -122,7 +122,10 @@ impl Directory for DirectoryHandle {
                 let result = Err(format!("Could not ask bootstrap_addr: {bootstrap_addr}: {why}"));
                 (self.sink)(DirectoryEvent::Peers { token, result });
             }
-            request => tracing::warn!(?request, why, "directory request dropped"),
+            DirectoryRequest::RegisterDpRank { token, .. } => {
+                (self.sink)(DirectoryEvent::DpRankRegistered { token, result: Err(why) });
+            }
+            request @ DirectoryRequest::Forget { .. } => tracing::warn!(?request, why, "directory request dropped"),
         }
     }
 }

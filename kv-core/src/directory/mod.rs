@@ -78,8 +78,10 @@ pub enum DirectoryRequest {
         /// Which key.
         pool_key: String,
     },
-    /// Prefill: tell the registry which DP rank serves a room. Errors are logged only.
+    /// Prefill: tell the registry which DP rank serves a room. One [`DirectoryEvent::DpRankRegistered`] follows.
     RegisterDpRank {
+        /// Comes back in the answer.
+        token: u64,
         /// Which server.
         bootstrap_addr: String,
         /// Which room.
@@ -98,6 +100,13 @@ pub enum DirectoryEvent {
         token: u64,
         /// The peers, or the reason recorded on the room: it names the address, the rank and what to do.
         result: Result<Arc<PrefillPeers>, String>,
+    },
+    /// Answer to [`DirectoryRequest::RegisterDpRank`].
+    DpRankRegistered {
+        /// From the request.
+        token: u64,
+        /// The registry knows the rank now, or why not.
+        result: Result<(), String>,
     },
     /// The server missed its heartbeats: everything cached for it is dropped, its rooms fail (protocol 7.5).
     NodeLost {

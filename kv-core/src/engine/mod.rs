@@ -20,7 +20,7 @@ mod waiters;
 
 pub use decode::{DecodeCommand, DecodeHeld, DecodeShard, DecodeShardConfig};
 pub use peer_stats::{PeerNumbers, PeerTable};
-pub use prefill::{AuxRule, ChunkExtras, PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
+pub use prefill::{AuxRule, ChunkExtras, Claim, PrefillCommand, PrefillHeld, PrefillShard, PrefillShardConfig};
 pub use shared::{EventQueue, RoomEvent, RoomShared};
 pub use snapshot::StatsSnapshot;
 pub use stats::{Counter, Stats};

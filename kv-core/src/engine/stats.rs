@@ -87,6 +87,10 @@ stats! {
     peers_lost,
     /// Metadata kept for a room without a sender, and thrown away by time.
     early_expired,
+    /// Rooms whose DP rank the registry took.
+    dp_ranks_registered,
+    /// Attempts to register a room's DP rank that failed.
+    dp_rank_failures,
 }
 
 impl Stats {

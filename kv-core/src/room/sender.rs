@@ -99,6 +99,8 @@ pub enum SenderEvent {
     DestinationLost(Arc<str>, String),
     /// Something else made the room impossible.
     Fail(Failure),
+    /// Something keeps decode away. It does not fail the room, but a room that fails before decode came says so.
+    Hindered(Option<Arc<str>>),
     /// `clear()`.
     Clear,
 }
@@ -136,6 +138,7 @@ pub struct SenderRoom {
     status: KvPoll,
     cleared: bool,
     failure: Option<Failure>,
+    hindered: Option<Arc<str>>,
     destinations: SmallVec<[Destination; 1]>,
     /// By destination.
     told: SmallVec<[Told; 1]>,
@@ -160,6 +163,7 @@ impl SenderRoom {
             status: KvPoll::Bootstrapping,
             cleared: false,
             failure: None,
+            hindered: None,
             destinations: SmallVec::new(),
             told: SmallVec::new(),
             queue: VecDeque::new(),
@@ -302,6 +306,7 @@ impl SenderRoom {
                 }
             }
             SenderEvent::Fail(failure) => self.fail(now, failure, out),
+            SenderEvent::Hindered(by) => self.hindered = by,
             SenderEvent::Clear => {
                 self.cleared = true;
                 if mutant!(ClearForgetsRetained) {
@@ -525,13 +530,16 @@ impl SenderRoom {
         }
     }
 
-    fn fail(&mut self, now: Timestamp, failure: Failure, out: &mut Vec<SenderEffect>) {
+    fn fail(&mut self, now: Timestamp, mut failure: Failure, out: &mut Vec<SenderEffect>) {
         if self.status == KvPoll::Failed && mutant!(SenderLastReasonWins) {
             self.failure = Some(failure);
             return;
         }
         if self.status.is_terminal() && !(self.status == KvPoll::Success && mutant!(SenderLeavesSuccess)) {
             return;
+        }
+        if let Some(by) = self.hindered.take().filter(|_| self.status == KvPoll::Bootstrapping) {
+            failure.reason = format!("{}; {by}", failure.reason).into();
         }
         self.status = KvPoll::Failed;
         self.concluded = Some(now);

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod aborts;
+mod claims;
 mod deadlines;
 mod early;
 mod network;

@@ -343,6 +343,8 @@ impl DecodeShard {
                 });
                 self.drive(now, key, ReceiverEvent::Peers(result), control);
             }
+            // Prefill's.
+            DirectoryEvent::DpRankRegistered { .. } => {}
             DirectoryEvent::NodeLost { bootstrap_addr, reason } => {
                 self.stats.peers_lost.inc();
                 let rooms: Vec<RoomKey> = self

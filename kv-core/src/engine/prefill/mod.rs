@@ -9,6 +9,7 @@ use slotmap::{SlotMap, new_key_type};
 use smallvec::SmallVec;
 
 mod aux;
+mod claims;
 mod inbound;
 mod lives;
 mod pieces;
@@ -21,6 +22,7 @@ use super::peers::{Link, Peer, Peers, Post};
 use super::timers::Timers;
 use super::{Connected, Connector, MalformedLog, NextWake, RoomFreed, RoomShared, Stats};
 use crate::control::{ControlEvent, ControlPlane};
+use crate::directory::{Directory, DirectoryEvent, DirectoryRequest};
 use crate::error::ABORTED_BY_DECODE_REASON;
 use crate::event::WaitEvent;
 use crate::hooks::ManagerHooks;
@@ -40,6 +42,8 @@ use crate::transport::{
 };
 use crate::wire::{Abort, AbortAck, ExtPeer, Extension, KvStatus, MessageKind, Metadata, Registration, ToPrefill};
 pub use aux::AuxRule;
+pub use claims::Claim;
+use claims::Claiming;
 use inbound::About;
 use lives::{AckTarget, DecodeLife, Spent};
 use pieces::Pieces;
@@ -63,6 +67,10 @@ pub enum PrefillCommand {
     Clear(Arc<RoomShared>),
     /// A connection attempt ended.
     Connected(Connected),
+    /// Decode looks the room's DP rank up at its registry: see to it that it is there.
+    Claim(Arc<RoomShared>, Claim),
+    /// News from the directory.
+    Directory(DirectoryEvent),
 }
 
 /// What goes with a chunk and is no part of the room's state.
@@ -132,6 +140,16 @@ struct Entry {
     traces: Traces,
     /// Writes that are cut into several ops.
     pieces: Vec<Pieces>,
+    /// Its DP rank is not at the registry yet.
+    claiming: Option<Box<Claiming>>,
+}
+
+impl Entry {
+    /// When something is to be done for the room.
+    fn due(&self) -> Option<Timestamp> {
+        let claim = self.claiming.as_ref().and_then(|c| c.retry_at);
+        self.room.poll_timeout().into_iter().chain(claim).min()
+    }
 }
 
 /// A write, and whose it is.
@@ -170,6 +188,7 @@ pub struct PrefillShard {
     layout: Arc<LocalLayout>,
     lane: Box<dyn Lane>,
     connector: Box<dyn Connector>,
+    directory: Option<Box<dyn Directory>>,
     planner: Planner,
     rooms: SlotMap<RoomKey, Entry>,
     by_room: HashMap<Room, RoomKey>,
@@ -253,6 +272,7 @@ impl PrefillShard {
             layout,
             lane,
             connector,
+            directory: None,
             planner: Planner::new(),
             rooms: SlotMap::with_key(),
             by_room: HashMap::new(),
@@ -394,6 +414,8 @@ impl PrefillShard {
             }
             PrefillCommand::Fail(shared, failure) => (shared, SenderEvent::Fail(failure)),
             PrefillCommand::Clear(shared) => return self.clear(now, &shared, control),
+            PrefillCommand::Claim(shared, claim) => return self.claim(now, &shared, claim),
+            PrefillCommand::Directory(event) => return self.directory_event(now, event, control),
         };
         if let Some(key) = self.find(&shared) {
             self.drive(now, key, event, control);
@@ -423,6 +445,7 @@ impl PrefillShard {
             bound: SmallVec::new(),
             traces: Traces::default(),
             pieces: Vec::new(),
+            claiming: None,
         };
         let key = self.rooms.insert(entry);
         self.by_room.insert(room, key);

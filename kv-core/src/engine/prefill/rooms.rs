@@ -194,12 +194,12 @@ impl PrefillShard {
 
     pub(super) fn rearm(&mut self, key: RoomKey) {
         let Some(e) = self.rooms.get_mut(key) else { return };
-        let Some(at) = e.room.poll_timeout() else { return };
+        let Some(at) = e.due() else { return };
         if e.armed.is_none_or(|armed| at < armed) {
             e.armed = Some(at);
             let rooms = &self.rooms;
             self.timers.arm(at, key, rooms.len(), |t, k| {
-                rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.room.poll_timeout().is_some())
+                rooms.get(k).is_some_and(|e| e.armed == Some(t) && e.due().is_some())
             });
         }
     }
@@ -209,6 +209,7 @@ impl PrefillShard {
             let Some(e) = self.rooms.get_mut(key) else { continue };
             e.armed = None;
             let mut effects = std::mem::take(&mut self.effects);
+            e.say_what_hinders(now, &mut effects);
             e.room.handle_timeout(now, &mut effects);
             if !effects.is_empty() {
                 self.stats.rooms_timed_out.inc();
@@ -217,6 +218,7 @@ impl PrefillShard {
             self.effects = effects;
             self.finish_traces(key);
             self.give_up_pieces(key);
+            self.claim_again_if_due(now, key);
             self.after(key);
             self.work_off(now, control);
         }
