@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::bootstrap::types::FOLLOW_BOOTSTRAP_ROOM;
 use crate::control::ControlTap;
 use crate::control::zmq::Implementation;
 use crate::limits::Limits;
@@ -21,6 +22,14 @@ pub struct PrefillIdentity {
     pub pp: (u32, u32),
     /// Replicas of the whole server, and this one's.
     pub system_dp: (u32, u32),
+}
+
+impl PrefillIdentity {
+    /// DP ranks of the server as decode counts them, and this one: replicas of the whole server, or attention DP groups
+    /// where there is one server.
+    pub fn dp(&self) -> (u32, u32) {
+        if self.system_dp.0 == 1 { self.attn_dp } else { self.system_dp }
+    }
 }
 
 impl Default for PrefillIdentity {
@@ -47,6 +56,14 @@ pub struct PrefillConfig {
     pub tombstone_timeout: Duration,
     /// Its place.
     pub identity: PrefillIdentity,
+    /// How the server gives requests to its DP ranks (`--load-balance-method`). Under
+    /// [`FOLLOW_BOOTSTRAP_ROOM`] decode takes `room mod` DP ranks; under any other each room's rank is registered at the
+    /// request's bootstrap server, where decode looks it up.
+    pub load_balance_method: String,
+    /// Register each room's rank under [`FOLLOW_BOOTSTRAP_ROOM`], too
+    /// (`SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK`); decode must look it up
+    /// ([`DecodeConfig::force_query_dp_rank`]).
+    pub force_register_dp_rank: bool,
     /// Hears every control message of this rank.
     pub tap: Option<Arc<dyn ControlTap>>,
 }
@@ -62,6 +79,8 @@ impl Default for PrefillConfig {
             early_timeout: five_minutes,
             tombstone_timeout: five_minutes,
             identity: PrefillIdentity::default(),
+            load_balance_method: FOLLOW_BOOTSTRAP_ROOM.to_owned(),
+            force_register_dp_rank: false,
             tap: None,
         }
     }
@@ -76,7 +95,8 @@ pub struct DecodeConfig {
     pub zmq: Implementation,
     /// Bounds.
     pub limits: Limits,
-    /// From `send_metadata()` to Success at most this long (300 s).
+    /// From `send_metadata()` to Success at most this long (300 s). And before: so long a room waits for a prefill DP rank
+    /// to say at the registry that it serves it, where that must be looked up.
     pub waiting_timeout: Duration,
     /// Its place and attention kind.
     pub rank: DecodeRank,
@@ -84,6 +104,10 @@ pub struct DecodeConfig {
     pub heartbeat_interval: Duration,
     /// Misses in a row after which a prefill server is lost (2).
     pub heartbeat_max_failure: u32,
+    /// Look up which DP rank of prefill serves a room, although its number says so
+    /// (`SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK`); prefill must register it
+    /// ([`PrefillConfig::force_register_dp_rank`]).
+    pub force_query_dp_rank: bool,
     /// Hears every control message of this rank.
     pub tap: Option<Arc<dyn ControlTap>>,
 }
@@ -98,6 +122,7 @@ impl Default for DecodeConfig {
             rank: DecodeRank::default(),
             heartbeat_interval: Duration::from_secs(5),
             heartbeat_max_failure: 2,
+            force_query_dp_rank: false,
             tap: None,
         }
     }

@@ -48,6 +48,8 @@ impl DecodeManager {
                 interval: config.heartbeat_interval,
                 max_failure: config.heartbeat_max_failure,
             },
+            force_query_dp_rank: config.force_query_dp_rank,
+            dp_query_timeout: config.waiting_timeout,
             limits: config.limits.clone(),
             ..DirectoryConfig::decode(DecodeProfile {
                 kv_layout: spec.kv_layout.clone(),

@@ -18,6 +18,7 @@ mod config;
 mod connector;
 mod core;
 mod decode;
+mod dp;
 mod handle;
 mod live;
 mod prefill;
@@ -30,7 +31,7 @@ pub use decode::DecodeManager;
 pub use handle::{RoomHandle, poll_many};
 pub use prefill::PrefillManager;
 pub use receiver::{KvReceiver, MetadataOptions};
-pub use sender::{KvSender, SendOptions};
+pub use sender::{KvSender, SendOptions, SenderOptions};
 
 use crate::ids::Room;
 

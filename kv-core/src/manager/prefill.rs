@@ -5,16 +5,20 @@ use std::sync::Arc;
 
 use super::connector::ConnectorThreads;
 use super::core::{Core, fake_room};
-use super::{KvSender, ManagerError, PrefillConfig, PrefillIdentity, RoomError, is_fake};
-use crate::bootstrap::types::{FOLLOW_BOOTSTRAP_ROOM, POLICY_EARLY};
+use super::dp::{DpRank, DpRanks};
+use super::{KvSender, ManagerError, PrefillConfig, PrefillIdentity, RoomError, SenderOptions, is_fake};
+use crate::bootstrap::types::POLICY_EARLY;
 use crate::bootstrap::{PrefillRow, RegistrationConfig, register_prefill_rank};
 use crate::control::zmq::PushRole;
-use crate::engine::{AuxRule, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, Stats, StatsSnapshot};
+use crate::directory::{DirectoryConfig, HttpDirectory};
+use crate::engine::{
+    AuxRule, Claim, PrefillCommand, PrefillShard, PrefillShardConfig, RoomEvent, Stats, StatsSnapshot,
+};
 use crate::hooks::ManagerHooks;
 use crate::ids::{PrefillRank, Room};
 use crate::layout::LocalLayout;
 use crate::net::Endpoint;
-use crate::room::SenderPolicy;
+use crate::room::{Failure, SenderPolicy};
 use crate::topology::prefill_unique_rank;
 use crate::transport::Transport;
 use crate::wire::ExtPeer;
@@ -25,6 +29,8 @@ struct Place {
     identity: PrefillIdentity,
     rank: PrefillRank,
     extension: Option<ExtPeer>,
+    load_balance_method: String,
+    dp: DpRanks,
 }
 
 /// One prefill rank: its control socket, its shard, its senders. Cheap to clone. Ends when it and every sender of it
@@ -94,13 +100,20 @@ impl PrefillManager {
             },
             max_op_bytes: transport.capabilities().max_op_bytes,
             extension,
-            commands,
+            commands: commands.clone(),
         };
         let lane = transport.lane()?;
-        let shard =
+        let dp = DpRanks::new(id, &config.load_balance_method, config.force_register_dp_rank);
+        let mut shard =
             PrefillShard::new(shard_config, hooks, layout.clone(), lane, Box::new(connector), core.stats.clone());
+        if dp.are_claimed() {
+            let directory = DirectoryConfig { limits: config.limits, ..DirectoryConfig::prefill() };
+            let directory = HttpDirectory::new(directory, Box::new(move |e| commands(PrefillCommand::Directory(e))));
+            shard.set_directory(Box::new(directory.map_err(|e| ManagerError::Bootstrap(e.to_string()))?));
+        }
         core.start("kv-prefill", shard, sockets.tapped(config.tap))?;
-        let place = Place { layout, identity: config.identity, rank, extension };
+        let load_balance_method = config.load_balance_method;
+        let place = Place { layout, identity: config.identity, rank, extension, load_balance_method, dp };
         Ok(Self { core: Arc::new(core), place: Arc::new(place) })
     }
 
@@ -151,7 +164,7 @@ impl PrefillManager {
             kv_cache_dtype: spec.kv_cache_dtype.clone(),
             kv_layout: spec.kv_layout.clone(),
             dsv41_spec_layout: None,
-            load_balance_method: FOLLOW_BOOTSTRAP_ROOM.to_owned(),
+            load_balance_method: self.place.load_balance_method.clone(),
             enable_dsa_cache_layer_split: false,
             enable_kv_cache_sharding: false,
             prefill_http_port: None,
@@ -168,18 +181,40 @@ impl PrefillManager {
         register_prefill_rank(server, &self.row()).map_err(|e| ManagerError::Bootstrap(e.to_string()))
     }
 
-    /// A sender for a room; the room is in Bootstrapping. `bootstrap_addr` is only looked at for the fake host
-    /// ([`FAKE_BOOTSTRAP_HOST`](super::FAKE_BOOTSTRAP_HOST)).
+    /// A sender for a room whose request names no DP rank: [`sender_with`](Self::sender_with) the default options.
     ///
     /// # Errors
     /// [`RoomError`]; a room that is live already is not touched.
     pub fn sender(&self, room: Room, bootstrap_addr: &str) -> Result<KvSender, RoomError> {
-        let fake = is_fake(bootstrap_addr);
-        let shared = if fake { fake_room(room) } else { self.core.take(room)? };
-        if !fake {
-            self.core.submit(PrefillCommand::Create(shared.clone()));
+        self.sender_with(room, bootstrap_addr, SenderOptions::default())
+    }
+
+    /// A sender for a room; the room is in Bootstrapping. `bootstrap_addr`: the request's `host:port` (IPv6 bracketed),
+    /// looked at where decode must learn this rank's DP rank from there, and for the fake host
+    /// ([`FAKE_BOOTSTRAP_HOST`](super::FAKE_BOOTSTRAP_HOST)).
+    ///
+    /// A room that decode will ask another DP rank for fails at once, saying so.
+    ///
+    /// # Errors
+    /// [`RoomError`]; a room that is live already is not touched.
+    pub fn sender_with(&self, room: Room, bootstrap_addr: &str, options: SenderOptions) -> Result<KvSender, RoomError> {
+        if is_fake(bootstrap_addr) {
+            return Ok(KvSender::new(self.core.clone(), fake_room(room), true));
         }
-        Ok(KvSender::new(self.core.clone(), shared, fake))
+        let shared = self.core.take(room)?;
+        self.core.engine.enqueue(PrefillCommand::Create(shared.clone()));
+        match self.place.dp.serves(room, options.prefill_dp_rank) {
+            Ok(DpRank::Known) => {}
+            Ok(DpRank::Claim(dp_rank)) => {
+                let claim = Claim { bootstrap_addr: bootstrap_addr.to_owned(), dp_rank };
+                self.core.engine.enqueue(PrefillCommand::Claim(shared.clone(), claim));
+            }
+            Err(reason) => {
+                self.core.engine.enqueue(PrefillCommand::Fail(shared.clone(), Failure::here(reason)));
+            }
+        }
+        self.core.engine.kick();
+        Ok(KvSender::new(self.core.clone(), shared, false))
     }
 
     /// Ask for changes of all rooms made from now on: a descriptor that turns readable when

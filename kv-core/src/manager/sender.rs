@@ -13,6 +13,14 @@ use crate::event::WaitEvent;
 use crate::poll::KvPoll;
 use crate::room::{Failure, SendCursor, SendError};
 
+/// What a request says beyond its room.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SenderOptions {
+    /// The DP rank of prefill that the request names (`disagg_prefill_dp_rank`): decode asks that one for the room, whatever
+    /// the load balancing.
+    pub prefill_dp_rank: Option<u32>,
+}
+
 /// What goes with a chunk besides its pages (requirement A3).
 #[derive(Clone, Default)]
 pub struct SendOptions {

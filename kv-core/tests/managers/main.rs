@@ -2,5 +2,6 @@
 #![cfg(all(feature = "control", feature = "bootstrap"))]
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod dp;
 mod support;
 mod tap;
