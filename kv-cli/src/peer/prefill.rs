@@ -101,6 +101,7 @@ pub fn run(args: &PrefillArgs) -> Result<u8> {
     let config = PrefillConfig {
         host: Some(common.host_ip.clone()),
         tap: capture::tap(common)?,
+        load_balance_method: common.load_balance_method.clone(),
         bootstrap_timeout: seconds("--boot-timeout", args.boot_timeout)?,
         identity: PrefillIdentity {
             attn_tp: (common.tp_size, common.tp_rank),
