@@ -73,6 +73,19 @@ pub enum LayerIds {
     Force,
 }
 
+/// What decode calls its pool on the wire (nixl).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MemKind {
+    /// VRAM.
+    Auto,
+    /// What it is. A prefill of 0.5.23 with several PP stages does not survive it.
+    #[value(name = "DRAM")]
+    Dram,
+    /// As 0.5.23 calls its own unless told otherwise, though it is host memory; prefill must know better.
+    #[value(name = "VRAM")]
+    Vram,
+}
+
 /// Room numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoomList(pub Vec<u64>);
@@ -212,6 +225,9 @@ pub struct CommonArgs {
     /// Whether registrations name each buffer's layer.
     #[arg(long, value_enum, default_value_t = LayerIds::None, help_heading = "KV")]
     pub layer_ids: LayerIds,
+    /// What decode calls its pool (nixl).
+    #[arg(long, value_enum, default_value_t = MemKind::Auto, help_heading = "KV")]
+    pub mem_kind: MemKind,
     /// Aux buffers.
     #[arg(long, value_enum, default_value_t = Aux::Sglang, help_heading = "KV")]
     pub aux: Aux,

@@ -3,7 +3,6 @@
 use std::collections::{HashMap, VecDeque};
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::os::fd::RawFd;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kv_transfer::engine::RoomEvent;
@@ -100,7 +99,7 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
         },
         ..DecodeConfig::default()
     };
-    let hooks = if args.offer_extension { Arc::new(rank::Offering(backend.hooks)) } else { backend.hooks };
+    let hooks = rank::Dressed::new(backend.hooks, args);
     let manager =
         DecodeManager::start(config, backend.transport, hooks, layout).map_err(|e| fail("cannot start decode", &e))?;
     let at = manager.endpoint().clone();

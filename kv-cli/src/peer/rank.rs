@@ -8,10 +8,11 @@ use kv_core::wire::{Dialect, Extension, MessageKind, Metadata, Registration, Wir
 use kv_transfer::bootstrap::address::join_host_port;
 use kv_transfer::hooks::ManagerHooks;
 use kv_transfer::layout::LocalLayout;
+use kv_transfer::memory::MemoryKind;
 use kv_transfer::transport::Transport;
 use serde_json::{Value, json};
 
-use super::args::{CommonArgs, LayerIds};
+use super::args::{CommonArgs, DecodeArgs, LayerIds, MemKind};
 use super::input::Input;
 use super::store::Store;
 use crate::driver::builtin;
@@ -69,50 +70,69 @@ pub fn timeout(args: &CommonArgs) -> Result<Duration> {
     super::args::seconds("--timeout", args.timeout)
 }
 
-/// Hooks that send our extension to everybody, known or not: 0.5.23 reads its own frames by position, and takes no notice.
-pub struct Offering(pub Arc<dyn ManagerHooks>);
+/// The hooks of a backend, dressed up for 0.5.23's sake.
+pub struct Dressed {
+    inner: Arc<dyn ManagerHooks>,
+    /// Send our extension to everybody, known or not: 0.5.23 reads its own frames by position, and takes no notice.
+    offer: bool,
+    /// Call the pool VRAM, as 0.5.23 calls its own unless told otherwise.
+    vram: bool,
+}
 
-impl Offering {
-    fn offer(&self, kind: MessageKind, mut message: Multipart) -> std::result::Result<Multipart, WireError> {
-        self.0.dialect().attach_extension(kind, &mut message, &Extension::from(kv_core::wire::ExtPeer::here()))?;
+impl Dressed {
+    /// For a decode rank.
+    pub fn new(inner: Arc<dyn ManagerHooks>, args: &DecodeArgs) -> Arc<Self> {
+        let vram = args.common.mem_kind != MemKind::Dram && args.common.backend == "nixl";
+        Arc::new(Self { inner, offer: args.offer_extension, vram })
+    }
+
+    fn dress(&self, kind: MessageKind, mut message: Multipart) -> std::result::Result<Multipart, WireError> {
+        if self.offer {
+            self.dialect().attach_extension(kind, &mut message, &Extension::from(kv_core::wire::ExtPeer::here()))?;
+        }
         Ok(message)
     }
 }
 
-impl ManagerHooks for Offering {
+impl ManagerHooks for Dressed {
     fn dialect(&self) -> &dyn Dialect {
-        self.0.dialect()
+        self.inner.dialect()
     }
 
     fn build_receiver_registration_message(&self, r: &Registration) -> std::result::Result<Multipart, WireError> {
-        self.offer(MessageKind::Registration, self.0.build_receiver_registration_message(r)?)
+        let mut r = r.clone();
+        if self.vram {
+            let device = u32::try_from(r.gpu_id).unwrap_or(0);
+            r.kv_kinds.fill(MemoryKind::Vram { device });
+        }
+        self.dress(MessageKind::Registration, self.inner.build_receiver_registration_message(&r)?)
     }
 
     fn build_receiver_metadata_message(&self, m: &Metadata) -> std::result::Result<Multipart, WireError> {
-        self.offer(MessageKind::Metadata, self.0.build_receiver_metadata_message(m)?)
+        self.dress(MessageKind::Metadata, self.inner.build_receiver_metadata_message(m)?)
     }
 
     fn peer_name(&self, registration: &Registration) -> Option<String> {
-        self.0.peer_name(registration)
+        self.inner.peer_name(registration)
     }
 
     fn prepare_send_state_indices(&self, state_indices: Vec<Vec<i32>>) -> Vec<Vec<i32>> {
-        self.0.prepare_send_state_indices(state_indices)
+        self.inner.prepare_send_state_indices(state_indices)
     }
 
     fn sender_trace_module(&self) -> Option<&'static str> {
-        self.0.sender_trace_module()
+        self.inner.sender_trace_module()
     }
 
     fn failed_status_policy(&self) -> kv_core::room::FailedStatusPolicy {
-        self.0.failed_status_policy()
+        self.inner.failed_status_policy()
     }
 
     fn release_policy(&self) -> kv_core::room::ReleasePolicy {
-        self.0.release_policy()
+        self.inner.release_policy()
     }
 
     fn extension(&self) -> bool {
-        self.0.extension()
+        self.inner.extension()
     }
 }
