@@ -1,9 +1,10 @@
-//! Project tasks: `cargo xtask ci | setup | demo | golden | bench | model | fuzz | sim`.
+//! Project tasks: `cargo xtask ci | setup | demo | interop | golden | bench | model | fuzz | sim`.
 
 mod bench;
 mod ci;
 mod fuzz;
 mod golden;
+mod interop;
 mod model;
 mod setup;
 mod sh;
@@ -26,6 +27,7 @@ enum Task {
     /// Everything a change must pass. The last line counts the tests.
     Ci(ci::CiArgs),
     /// Fetch the libraries that backends load, pinned, into the target directory; their paths. Default: all backends.
+    /// `interop` sets up SGLang for `cargo xtask interop`.
     Setup(setup::SetupArgs),
     /// Build kvt and run `kvt demo`; what follows is passed on.
     Demo {
@@ -33,6 +35,8 @@ enum Task {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
+    /// Run our prefill and decode against SGLang's own; a table of cases. Sets up SGLang first when it is not here.
+    Interop(interop::InteropArgs),
     /// Check the golden vectors against their manifest, then run the golden tests.
     Golden(golden::GoldenArgs),
     /// Fuzz every parser, the bootstrap routes, the rooms and the shards, each target for some time.
@@ -61,6 +65,7 @@ fn main() -> ExitCode {
             Task::Ci(args) => ci::run(&args),
             Task::Setup(args) => setup::run(&args),
             Task::Demo { args } => demo(&args),
+            Task::Interop(args) => interop::run(&args),
             Task::Golden(args) => golden::run(&args),
             Task::Fuzz(args) => fuzz::run(&args),
             Task::Model => model::run(),

@@ -3,6 +3,7 @@
 mod backends;
 mod deny;
 mod hygiene;
+mod interop;
 mod libraries;
 mod msrv;
 mod no_mutants;
@@ -18,7 +19,7 @@ use crate::sh::{self, Result};
 
 #[derive(Debug, clap::Args)]
 pub struct CiArgs {
-    /// Also what takes long or needs special machines. There is nothing of that kind yet.
+    /// Also our prefill and decode against SGLang's own (`cargo xtask interop`); each case counts as a test.
     #[arg(long)]
     full: bool,
 }
@@ -56,12 +57,13 @@ const STEPS: &[(&str, StepFn)] = &[
     ("advisories", deny::advisories),
 ];
 
+/// What `--full` has before its tests.
+const FULL: &[(&str, StepFn)] = &[("interop peer", interop::setup)];
+
 pub fn run(args: &CiArgs) -> Result<ExitCode> {
     let (mut failed, mut skipped) = (Vec::new(), Vec::new());
-    if args.full {
-        skipped.push("--full: there is nothing more than the usual steps yet".to_owned());
-    }
-    for (name, step) in STEPS {
+    let full: &[(&str, StepFn)] = if args.full { FULL } else { &[] };
+    for (name, step) in STEPS.iter().chain(full) {
         let started = Instant::now();
         eprintln!("== {name}");
         let (word, text) = match step() {
@@ -80,10 +82,14 @@ pub fn run(args: &CiArgs) -> Result<ExitCode> {
     }
 
     eprintln!("== tests");
-    let tests = tests_step::run()?;
+    let mut tests = tests_step::run()?;
     skipped.extend(tests.skips.iter().cloned());
     if tests.failed > 0 {
         failed.push(format!("tests: {} failed", tests.failed));
+    }
+    // Without SGLang there is nothing to run, and the step before has said so.
+    if args.full && !skipped.iter().chain(&failed).any(|l| l.starts_with(FULL[0].0)) {
+        live(&mut tests, &mut skipped, &mut failed);
     }
     for line in &skipped {
         eprintln!("skipped: {line}");
@@ -94,6 +100,34 @@ pub fn run(args: &CiArgs) -> Result<ExitCode> {
     // Alone, and last: this is what scripts read.
     println!("{}", tests.summary());
     Ok(if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The cases against SGLang, as tests.
+fn live(tests: &mut tests_step::Tests, skipped: &mut Vec<String>, failed: &mut Vec<String>) {
+    let started = Instant::now();
+    eprintln!("== interop");
+    match interop::run() {
+        Err(e) => {
+            tests.failed += 1;
+            failed.push(format!("interop: {e}"));
+        }
+        Ok(rows) => {
+            eprintln!("== interop in {:.1} s: {}", started.elapsed().as_secs_f64(), interop::text(&rows));
+            for row in &rows {
+                match row.word() {
+                    "pass" => tests.passed += 1,
+                    "FAIL" => {
+                        tests.failed += 1;
+                        failed.push(format!("interop: {}", row.line()));
+                    }
+                    _ => {
+                        tests.ignored += 1;
+                        skipped.push(format!("interop: {}", row.line()));
+                    }
+                }
+            }
+        }
+    }
 }
 
 fn format() -> Result<Step> {

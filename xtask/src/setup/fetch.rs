@@ -73,7 +73,7 @@ fn why(pin: &Pin, wheel: &Wheel, text: &str) -> String {
 }
 
 /// Addresses may hold passwords, and are long.
-fn without_addresses(line: &str) -> String {
+pub fn without_addresses(line: &str) -> String {
     let address = |w: &str| w.contains("://") || w.contains("host=");
     line.split_whitespace().map(|w| if address(w) { "(address)" } else { w }).collect::<Vec<_>>().join(" ")
 }

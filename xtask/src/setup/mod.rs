@@ -1,9 +1,10 @@
 //! `cargo xtask setup`: the libraries that backends load at run time, from pinned wheels, into the target directory.
 //!
 //! Nothing is installed and nothing is linked: what is fetched lies in `setup/BACKEND` of the target directory, and
-//! `cargo clean` removes it.
+//! `cargo clean` removes it. `cargo xtask setup interop` sets up SGLang in the same way.
 
 mod fetch;
+pub mod interop;
 mod pins;
 mod place;
 mod python;
@@ -18,13 +19,15 @@ use crate::sh::{self, Result};
 
 #[derive(Debug, clap::Args)]
 pub struct SetupArgs {
-    /// Only these backends.
-    #[arg(value_name = "BACKEND")]
+    /// Only these: backends, whose libraries are fetched, or `interop`, the SGLang that `cargo xtask interop` needs
+    /// (about 7 GB, only when it is named).
+    #[arg(value_name = "NAME")]
     backends: Vec<String>,
 }
 
 pub fn run(args: &SetupArgs) -> Result<ExitCode> {
-    let chosen = choose(&args.backends)?;
+    let (interop, backends): (Vec<_>, Vec<_>) = args.backends.iter().cloned().partition(|n| n == interop::NAME);
+    let chosen = if backends.is_empty() && !interop.is_empty() { Vec::new() } else { choose(&backends)? };
     let parent = parent()?;
     let mut failed = Vec::new();
     for pin in chosen {
@@ -37,13 +40,19 @@ pub fn run(args: &SetupArgs) -> Result<ExitCode> {
             Err(e) => failed.push(format!("{}: {e}", pin.backend)),
         }
     }
+    if !interop.is_empty() {
+        match target().and_then(|target| interop::python(&target)) {
+            Ok(python) => println!("{}", python.display()),
+            Err(e) => failed.push(format!("{}: {e}", interop::NAME)),
+        }
+    }
     if failed.is_empty() { Ok(ExitCode::SUCCESS) } else { Err(failed.join("\n")) }
 }
 
 fn choose(names: &[String]) -> Result<Vec<&'static Pin>> {
     if let Some(odd) = names.iter().find(|n| !PINS.iter().any(|p| p.backend == n.as_str())) {
         let all: Vec<_> = PINS.iter().map(|p| p.backend).collect();
-        return Err(format!("no library to set up for '{odd}'; there are {}", all.join(", ")));
+        return Err(format!("no library to set up for '{odd}'; there are {}, {}", all.join(", "), interop::NAME));
     }
     Ok(PINS.iter().filter(|p| names.is_empty() || names.iter().any(|n| n == p.backend)).collect())
 }
@@ -53,11 +62,24 @@ pub fn own(pin: &Pin) -> Option<PathBuf> {
     std::env::var_os(pin.variable).filter(|v| !v.is_empty()).map(PathBuf::from)
 }
 
+/// The target directory.
+pub fn target() -> Result<PathBuf> {
+    let metadata = sh::metadata(&["--no-deps"])?;
+    metadata["target_directory"]
+        .as_str()
+        .map(PathBuf::from)
+        .ok_or_else(|| "cargo metadata names no target directory".into())
+}
+
 /// The folder of all backends' folders.
 pub fn parent() -> Result<PathBuf> {
-    let metadata = sh::metadata(&["--no-deps"])?;
-    let target = metadata["target_directory"].as_str().ok_or("cargo metadata names no target directory")?;
-    Ok(Path::new(target).join("setup"))
+    Ok(target()?.join("setup"))
+}
+
+/// The NIXL library for a `kvt` that may not find it by itself; `None`: the user names one.
+pub fn nixl_library() -> Result<Option<PathBuf>> {
+    let Some(pin) = PINS.iter().find(|p| p.backend == "nixl").filter(|p| own(p).is_none()) else { return Ok(None) };
+    library(pin, &parent()?).map(Some)
 }
 
 /// The library of a backend, fetched when it is not here.
@@ -83,6 +105,6 @@ mod tests {
     fn without_a_name_all_are_set_up() {
         assert_eq!(choose(&[]).unwrap().len(), PINS.len());
         assert_eq!(choose(&["nixl".into(), "nixl".into()]).unwrap()[0].backend, "nixl");
-        assert!(choose(&["nixle".into()]).unwrap_err().contains("'nixle'; there are nixl"));
+        assert!(choose(&["nixle".into()]).unwrap_err().contains("'nixle'; there are nixl, interop"));
     }
 }

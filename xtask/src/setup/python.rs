@@ -1,4 +1,4 @@
-//! python3 with pip is what fetches and unpacks wheels; where we may, it is installed.
+//! python3 with pip is what fetches and unpacks wheels; where we may, what is missing is installed.
 
 use std::process::Command;
 
@@ -11,18 +11,7 @@ const PACKAGES: [&str; 2] = ["python3", "python3-pip"];
 pub fn ready() -> Result<()> {
     let Some(missing) = missing() else { return Ok(()) };
     let packages = PACKAGES.join(" ");
-    if !may_install() {
-        return Err(format!(
-            "{missing}; `apt-get install {packages}` (or what your system calls them), then try again"
-        ));
-    }
-    eprintln!("{missing}: installing {packages} ...");
-    // The lists of packages may be old, or not there at all, as in a fresh container.
-    if install().is_err() {
-        sh::output(apt_get().arg("update"))
-            .and_then(|_| install())
-            .map_err(|e| format!("{missing}, and {packages} cannot be installed: {e}"))?;
-    }
+    install(missing, &PACKAGES)?;
     match self::missing() {
         None => Ok(()),
         Some(still) => Err(format!(
@@ -42,13 +31,26 @@ fn missing() -> Option<&'static str> {
     }
 }
 
+/// Install packages of Debian and its kin, where we may; else say what to do.
+pub fn install(missing: &str, packages: &[&str]) -> Result<()> {
+    let names = packages.join(" ");
+    if !may_install() {
+        return Err(format!("{missing}; `apt-get install {names}` (or what your system calls them), then try again"));
+    }
+    eprintln!("{missing}: installing {names} ...");
+    let install = || sh::output(apt_get().args(["install", "-y"]).args(packages));
+    // The lists of packages may be old, or not there at all, as in a fresh container.
+    if install().is_err() {
+        sh::output(apt_get().arg("update"))
+            .and_then(|_| install())
+            .map_err(|e| format!("{missing}, and {names} cannot be installed: {e}"))?;
+    }
+    Ok(())
+}
+
 fn may_install() -> bool {
     let root = sh::output(Command::new("id").arg("-u")).is_ok_and(|id| id.trim() == "0");
     root && sh::output(apt_get().arg("--version")).is_ok()
-}
-
-fn install() -> Result<()> {
-    sh::output(apt_get().args(["install", "-y"]).args(PACKAGES)).map(drop)
 }
 
 fn apt_get() -> Command {

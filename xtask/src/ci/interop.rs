@@ -1,0 +1,49 @@
+//! `--full`: every case of `cargo xtask interop` in both mixed directions; each counts as a test.
+
+use super::{Step, required};
+use crate::interop::{self, Backend, Counts, Row};
+use crate::setup;
+use crate::sh::Result;
+
+/// SGLang is here, or is fetched. Where that fails, it fails when a backend is asked for that the cases run over.
+pub fn setup() -> Result<Step> {
+    let asked = required::backends().is_some_and(|r| r.iter().any(|name| backend(name).is_some()));
+    judge(setup::target().and_then(|t| setup::interop::python(&t)).map(|p| p.display().to_string()), asked)
+}
+
+fn judge(found: Result<String>, asked: bool) -> Result<Step> {
+    match (found, asked) {
+        (Ok(text), _) => Ok(Step::Passed(text)),
+        (Err(e), true) => Err(format!("no SGLang ({} names a backend to run with it): {e}", required::VARIABLE)),
+        (Err(e), false) => Ok(Step::Skipped(format!("no SGLang: {e}"))),
+    }
+}
+
+/// The backends that both programs have.
+fn backend(name: &str) -> Option<Backend> {
+    (name == Backend::Nixl.name()).then_some(Backend::Nixl)
+}
+
+/// Run the cases; the rows, which were shown as they came.
+pub fn run() -> Result<Vec<Row>> {
+    let asked = required::backends().unwrap_or_else(|| vec![Backend::Nixl.name().to_owned()]);
+    interop::mixed(asked.iter().filter_map(|name| backend(name)).collect())
+}
+
+/// A line of the step.
+pub fn text(rows: &[Row]) -> String {
+    let counts = Counts::of(rows);
+    format!("{} passed, {} failed, {} n/a", counts.passed, counts.failed, counts.not)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sglang_may_be_missing_only_where_nobody_asks_for_it() {
+        assert!(matches!(judge(Err("no network".into()), false), Ok(Step::Skipped(_))));
+        let Err(e) = judge(Err("no network".into()), true) else { panic!("not a failure") };
+        assert!(e.contains("KV_REQUIRE_BACKENDS") && e.contains("no network"), "{e}");
+    }
+}
