@@ -85,6 +85,8 @@ stats! {
     peers_refused,
     /// Peers lost.
     peers_lost,
+    /// Control connections to peers that broke or never came up.
+    connections_lost,
     /// Metadata kept for a room without a sender, and thrown away by time.
     early_expired,
     /// Rooms whose DP rank the registry took.

@@ -313,3 +313,29 @@ fn cat_f60_the_same_room_is_asked_of_the_same_rank_again() {
     }
     assert_eq!((w.p[0].stats.messages_in.get(), w.p[1].stats.messages_in.get()), (0, 5));
 }
+
+/// Its heartbeats were not missed, and a prefill as 0.5.23 has no way to say that it does not know us.
+#[test]
+fn r_d7_a_prefill_whose_connection_broke_is_looked_up_and_registered_with_again() {
+    for (told, want) in [(true, SUCCESS), (false, FAILED)] {
+        let mut w = World::new(WorldSpec { prefill_ext: false, ..WorldSpec::default() });
+        let (s, r) = w.open(7, &[4]);
+        w.send(0, &s[0], &[0], 0, true);
+        w.run();
+        assert_eq!(r[0].poll(), SUCCESS);
+        w.clear_d(0, &r[0]);
+        w.run();
+        w.restart_prefill(0, "prefill-0-again");
+        if told {
+            let (p, d) = (w.p[0].endpoint.clone(), w.d[0].endpoint.clone());
+            w.net.lose_peer(&d, &p, "the peer closed the connection");
+            w.run();
+        }
+        let fetches = w.d[0].directory.fetches();
+        let (s, r) = w.open(8, &[5]);
+        w.send(0, &s[0], &[0], 0, true);
+        w.run();
+        assert_eq!((r[0].poll(), w.d[0].directory.fetches() - fetches), (want, u64::from(told)));
+        end(&mut w, &s, &r);
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::io::Read;
 use std::net::TcpListener;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kv_core::bootstrap::{BootstrapServer, RegistrationConfig};
 use kv_core::manager::{DecodeConfig, KvSender, PrefillConfig, PrefillIdentity, SenderOptions};
@@ -18,15 +18,6 @@ fn group(rank: u32, method: &str) -> PrefillConfig {
         identity: PrefillIdentity { attn_dp: (2, rank), ..PrefillIdentity::default() },
         load_balance_method: method.into(),
         ..PrefillConfig::default()
-    }
-}
-
-/// Call `step` until it says true.
-fn until(what: &str, mut step: impl FnMut() -> bool) {
-    let end = Instant::now() + HANG;
-    while !step() {
-        assert!(Instant::now() < end, "{what} did not happen");
-        std::thread::sleep(Duration::from_millis(2));
     }
 }
 

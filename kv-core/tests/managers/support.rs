@@ -1,7 +1,7 @@
 //! A prefill server of several ranks, a decode rank, and rooms between them.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kv_core::bootstrap::{BootstrapServer, RegistrationConfig};
 use kv_core::hooks::TcpHooks;
@@ -90,6 +90,15 @@ impl Cluster {
         let config = DecodeConfig { host: Some(HOST.into()), ..config };
         let manager = DecodeManager::start(config, transport, Arc::new(TcpHooks::new()), layout).unwrap();
         Decode { manager, memory }
+    }
+}
+
+/// Call `step` until it says true.
+pub fn until(what: &str, mut step: impl FnMut() -> bool) {
+    let end = Instant::now() + HANG;
+    while !step() {
+        assert!(Instant::now() < end, "{what} did not happen");
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 

@@ -502,6 +502,29 @@ fn cat_f53_a_prefill_peer_that_restarts_is_found_again_and_a_closed_one_is_left_
     assert_eq!(events, [], "a close that was asked for is no loss");
 }
 
+/// What it was sent may be lost, and the process that comes next knows nothing of it.
+#[test]
+fn r_d7_a_connection_to_prefill_that_breaks_is_reported_once_and_made_again() {
+    let limits = Limits::default();
+    let (mut first, to) = inbox("127.0.0.1", &limits);
+    let outbox = driven(PushRole::ToPrefill, &limits, true);
+    outbox.send(&to, numbered(3, 0)).unwrap();
+    assert_eq!(take(&mut first, 1), [numbered(3, 0)]);
+    drop(first);
+    assert_eq!(until_lost(&outbox), (to.clone(), "the peer closed the connection".to_owned()));
+    assert!(outbox.contains(&to), "it is called again");
+    outbox.send(&to, numbered(3, 1)).unwrap();
+    let raw = zmq::Context::new();
+    let pull = raw.socket(zmq::PULL).unwrap();
+    until("the port", || pull.bind(&to.zmq_uri()).is_ok());
+    pull.set_rcvtimeo(60_000).unwrap();
+    let got: Multipart = pull.recv_multipart(0).unwrap().into_iter().map(Bytes::from).collect();
+    assert_eq!(number_of(&got), (3, 1));
+    let mut events = Vec::new();
+    outbox.poll_events(9, &mut events);
+    assert_eq!((events, outbox.counters().lost, outbox.counters().opened), (Vec::new(), 1, 1));
+}
+
 #[test]
 fn evictions_hold_the_bound_and_spare_what_is_used_or_undelivered() {
     let limits = Limits { max_sockets: 3, ..Limits::default() };

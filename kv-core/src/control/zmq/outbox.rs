@@ -38,8 +38,9 @@ pub enum PushRole {
     /// Prefill to decode: never reconnects by itself. A broken connection is reported as
     /// [`PeerLost`](ControlEvent::PeerLost), closed, and made anew by the next send.
     ToDecode,
-    /// Decode to prefill: reconnects by itself, and what waits is delivered then. Reported as lost when the
-    /// connection stays down for a minute.
+    /// Decode to prefill: reconnects by itself, and what waits is delivered then. A connection that breaks is reported as
+    /// [`PeerLost`](ControlEvent::PeerLost), since what the peer was sent may be lost with it, and the one that is
+    /// made next may reach another process. Reported again, and closed, when it stays down for a minute.
     ToPrefill,
 }
 
@@ -99,6 +100,8 @@ pub(super) trait Link: Send {
     fn tick(&mut self, _now: Timestamp) {}
     /// Whether the connection lives.
     fn look(&mut self) -> Seen;
+    /// Why an established connection broke that the link makes anew by itself; said once.
+    fn broke(&mut self) -> Option<String>;
     fn token(&self) -> u64;
     /// Whether the connection was established at the last look.
     fn is_up(&self) -> bool;
@@ -356,21 +359,28 @@ impl<K: Links> Outbox<K> {
     }
 
     fn lose_if_lost(&mut self, slot: usize) {
-        if let Some(Some(Entry { state: State::Open(link), .. })) = self.entries.get_mut(slot)
-            && let Seen::Lost(reason) = link.look()
-        {
+        if let Seen::Lost(reason) = self.look(slot) {
             self.lose(slot, &reason);
         }
+    }
+
+    /// How the slot's connection is; reports one that broke and is made anew.
+    fn look(&mut self, slot: usize) -> Seen {
+        let Some(Some(Entry { endpoint, state: State::Open(link), .. })) = self.entries.get_mut(slot) else {
+            return Seen::Alive;
+        };
+        let seen = link.look();
+        if let Some(reason) = link.broke() {
+            self.counters.lost += 1;
+            self.events.push_back(ControlEvent::PeerLost(endpoint.clone(), reason));
+        }
+        seen
     }
 
     /// The endpoint's slot with a socket that was alive a moment ago.
     fn slot_for(&mut self, to: &Endpoint) -> Result<usize, ControlError> {
         let Some(&slot) = self.index.get(to) else { return self.open(to) };
-        let seen = match self.entries.get_mut(slot).and_then(Option::as_mut) {
-            Some(Entry { state: State::Open(link), .. }) => link.look(),
-            _ => Seen::Alive,
-        };
-        match seen {
+        match self.look(slot) {
             Seen::Alive => Ok(slot),
             Seen::Lost(reason) => {
                 self.lose(slot, &reason);
@@ -450,16 +460,15 @@ impl<K: Links> Outbox<K> {
     }
 
     fn look_over(&mut self, slot: usize, now: Timestamp) {
+        if let Some(Some(Entry { state: State::Open(link), .. })) = self.entries.get_mut(slot) {
+            link.tick(now);
+        }
+        let seen = self.look(slot);
         let Some(Some(entry)) = self.entries.get_mut(slot) else { return };
-        let (lost, up) = match &mut entry.state {
-            State::Resolving(_) => (None, false),
-            State::Open(link) => {
-                link.tick(now);
-                match link.look() {
-                    Seen::Lost(reason) => (Some(reason), false),
-                    Seen::Alive => (None, link.is_up()),
-                }
-            }
+        let (lost, up) = match (seen, &entry.state) {
+            (Seen::Lost(reason), _) => (Some(reason), false),
+            (Seen::Alive, State::Open(link)) => (None, link.is_up()),
+            (Seen::Alive, State::Resolving(_)) => (None, false),
         };
         let lost = lost.or_else(|| {
             if up {

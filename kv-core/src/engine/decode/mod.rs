@@ -240,8 +240,13 @@ impl DecodeShard {
         for event in inbox.drain(..) {
             match event {
                 ControlEvent::Message(frames) => self.message(now, &frames, control),
-                // Heartbeats decide whether a prefill is lost; a socket reconnects on its own.
-                ControlEvent::PeerLost(endpoint, reason) => tracing::debug!("connection to {endpoint} broke: {reason}"),
+                ControlEvent::PeerLost(endpoint, reason) => {
+                    // Heartbeats decide whether the server is lost; the socket reconnects on its own. But a registration
+                    // may be lost with it, and the next process there, or elsewhere, knows of none.
+                    tracing::debug!("connection to prefill {endpoint} broke, the next room registers again: {reason}");
+                    self.stats.connections_lost.inc();
+                    self.forget_all_at(&endpoint);
+                }
             }
         }
         self.inbox = inbox;
@@ -402,6 +407,16 @@ impl DecodeShard {
     /// and an ABORT on a new connection would overtake it.
     fn forget(&mut self, pool_key: &str) {
         self.registered.remove(pool_key);
+    }
+
+    /// Every pool with a rank there: its addresses are fetched anew, too.
+    fn forget_all_at(&mut self, endpoint: &Endpoint) {
+        let to_it = |p: &PrefillPeers| p.records.iter().any(|r| r.endpoint == *endpoint);
+        let keys: Vec<String> = self.registered.iter().filter(|(_, p)| to_it(p)).map(|(k, _)| k.clone()).collect();
+        for pool_key in keys {
+            self.forget(&pool_key);
+            self.directory.request(DirectoryRequest::Forget { pool_key });
+        }
     }
 
     /// The server is lost, and every room of it has ended: its connections go.
@@ -668,12 +683,7 @@ impl DecodeShard {
         }
         for endpoint in self.outgoing.handle_timeout(now, control, &self.stats) {
             // It may have been the registration: the next room registers again.
-            let to_it = |p: &PrefillPeers| p.records.iter().any(|r| r.endpoint == endpoint);
-            let keys: Vec<String> = self.registered.iter().filter(|(_, p)| to_it(p)).map(|(k, _)| k.clone()).collect();
-            for pool_key in keys {
-                self.forget(&pool_key);
-                self.directory.request(DirectoryRequest::Forget { pool_key });
-            }
+            self.forget_all_at(&endpoint);
         }
     }
 }

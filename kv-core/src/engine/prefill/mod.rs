@@ -356,6 +356,7 @@ impl PrefillShard {
             match event {
                 ControlEvent::Message(frames) => self.message(now, &frames, control),
                 ControlEvent::PeerLost(endpoint, reason) => {
+                    self.stats.connections_lost.inc();
                     self.outgoing.forget(&endpoint);
                     if let Some(name) = self.peers.at(&endpoint) {
                         self.peer_lost(now, &name, &reason, control);

@@ -32,7 +32,7 @@ impl Links for LibzmqLinks {
         set_options(&push, role, target.ipv6, max_queue).map_err(|e| ZmqError::system("set PUSH options", e))?;
         let monitor = watch(context, &push, role).map_err(|e| ZmqError::system("monitor a PUSH socket", e))?;
         push.connect(&format!("tcp://{}:{port}", target.text)).map_err(|e| ZmqError::system("connect", e))?;
-        Ok(LibzmqLink { push, monitor, up: false, role, token })
+        Ok(LibzmqLink { push, monitor, up: false, broke: None, role, token })
     }
 
     fn news(&mut self, _timeout: Duration, _tokens: &mut Vec<u64>) {}
@@ -47,6 +47,7 @@ pub(in crate::control::zmq) struct LibzmqLink {
     push: Socket,
     monitor: Socket,
     up: bool,
+    broke: Option<String>,
     role: PushRole,
     token: u64,
 }
@@ -110,11 +111,17 @@ impl Link for LibzmqLink {
                 Some(sys::ZMQ_EVENT_CLOSED) => "the connection was refused",
                 _ => continue,
             };
-            self.up = false;
-            if self.role == PushRole::ToDecode {
-                return Seen::Lost(lost.to_owned());
+            let was_up = std::mem::take(&mut self.up);
+            match self.role {
+                PushRole::ToDecode => return Seen::Lost(lost.to_owned()),
+                PushRole::ToPrefill if was_up => self.broke = Some(lost.to_owned()),
+                PushRole::ToPrefill => {}
             }
         }
+    }
+
+    fn broke(&mut self) -> Option<String> {
+        self.broke.take()
     }
 
     /// Whether the connection was established at the last [`look`](Self::look).

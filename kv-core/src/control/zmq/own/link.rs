@@ -59,6 +59,7 @@ impl Links for OwnLinks {
             greeting: Vec::new(),
             decoder: Decoder::default(),
             lost: None,
+            broke: None,
             out: Vec::new(),
             start: 0,
             sent: 0,
@@ -106,6 +107,7 @@ pub(in crate::control::zmq) struct OwnLink {
     greeting: Vec<u8>,
     decoder: Decoder,
     lost: Option<String>,
+    broke: Option<String>,
     /// Encoded messages. Kept until the last byte is with the kernel, so that a new connection starts with a whole one.
     out: Vec<u8>,
     /// Where `out` starts, in bytes since the link was made.
@@ -145,14 +147,19 @@ impl OwnLink {
         if let Some(sock) = self.sock.take() {
             self.epoll.remove(&sock);
         }
-        self.stage = Stage::Down;
+        let was_up = std::mem::replace(&mut self.stage, Stage::Down) == Stage::Up;
         self.next = None;
         // Messages that the kernel took whole may be lost with it; one of which it took a part starts again.
         self.forget(self.whole);
         self.sent = 0;
         match self.role {
             PushRole::ToDecode => self.lost = Some(reason),
-            PushRole::ToPrefill => tracing::debug!("control connection to {}: {reason}", self.address),
+            PushRole::ToPrefill => {
+                tracing::debug!("control connection to {}: {reason}", self.address);
+                if was_up {
+                    self.broke = Some(reason);
+                }
+            }
         }
     }
 
@@ -298,6 +305,10 @@ impl Link for OwnLink {
 
     fn look(&mut self) -> Seen {
         self.lost.clone().map_or(Seen::Alive, Seen::Lost)
+    }
+
+    fn broke(&mut self) -> Option<String> {
+        self.broke.take()
     }
 
     fn advance(&mut self) {
