@@ -188,6 +188,12 @@ impl Shared {
         self.effects.push_back(Effect::Event(event));
     }
 
+    /// Whether ranks of a server that may be of 0.5.23 survive our registration.
+    pub fn check_0_5_23(&self, info: &ParallelInfo) -> Result<(), String> {
+        let Some(profile) = &self.config.decode else { return Ok(()) };
+        compat::check_0_5_23(profile, info).map_err(|e| e.to_string())
+    }
+
     /// The mapping onto a server, if it fits.
     pub fn check(&self, info: &ParallelInfo) -> Result<RankMapping, String> {
         match &self.config.decode {

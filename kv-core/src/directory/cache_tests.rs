@@ -1,7 +1,9 @@
 use super::*;
 use crate::bootstrap::types::PrefillRow;
+use crate::directory::NixlEntries;
 use crate::ids::PrefillRank;
 use crate::topology::DecodeRank;
+use crate::wire::ExtPeer;
 
 const ADDR: &str = "p:8998";
 
@@ -453,6 +455,31 @@ fn bounds_are_errors() {
     let mut prefill = Bench::new(DirectoryConfig::prefill());
     prefill.ask(0, 1);
     assert!(prefill.reason().contains("belongs to a prefill rank"));
+}
+
+/// The mapping fits, and the message would end the rank: it is not given out, unless the rank says that it is ours.
+#[test]
+fn r_h1_a_rank_that_our_registration_would_stop_is_not_given_out() {
+    for ext in [None, Some(ExtPeer::new(crate::ids::ProcessGeneration(7)))] {
+        let mut config = config();
+        if let Some(profile) = &mut config.decode {
+            profile.nixl = Some(NixlEntries { host_memory: true, layer_ids: false });
+        }
+        let mut b = Bench::new(config);
+        b.ask(0, 1);
+        b.answer_info(0, Ok(info(|r| r.pp_size = 2)));
+        for port in [1, 2] {
+            b.answer_address(0, Ok(RankAddress { ext, ..address(port) }));
+        }
+        if ext.is_some() {
+            assert_eq!(b.peers().records.len(), 2);
+            continue;
+        }
+        let reason = b.reason();
+        for part in ["p:8998 does not fit", "KV in host memory and another PP size", "pp_size 2 on prefill"] {
+            assert!(reason.contains(part), "{reason}");
+        }
+    }
 }
 
 #[test]

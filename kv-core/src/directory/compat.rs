@@ -26,6 +26,17 @@ pub struct DecodeProfile {
     /// A state kind that needs equal attention TP on both sides, by name (MiniMax index state; MXFP8 block scales of
     /// non-MLA models).
     pub equal_attn_tp: Option<String>,
+    /// What its registration says of the KV entries, when it speaks NIXL's dialect.
+    pub nixl: Option<NixlEntries>,
+}
+
+/// KV entries of a decode rank, as far as NIXL prefill ranks of 0.5.23 care.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NixlEntries {
+    /// Some are in host memory.
+    pub host_memory: bool,
+    /// They have layer ids.
+    pub layer_ids: bool,
 }
 
 impl DecodeProfile {
@@ -40,6 +51,7 @@ impl DecodeProfile {
             decode_allocation_policy: POLICY_EARLY.to_owned(),
             dcp_size: 1,
             equal_attn_tp: None,
+            nixl: None,
         }
     }
 }
@@ -79,6 +91,20 @@ pub enum Incompatible {
         field: &'static str,
         /// Its value.
         value: String,
+    },
+    /// The registration would stop the rank that gets it.
+    #[error(
+        "a NIXL prefill rank of SGLang 0.5.23 stops serving every decode when one registers with {what}, so this one does \
+         not (attn_tp_size {} and pp_size {} on prefill, {} and {} on decode): make the sizes equal. A prefill rank of ours \
+         behind SGLang's bootstrap server looks the same; it is known behind ours", prefill.0, prefill.1, decode.0, decode.1
+    )]
+    Fatal {
+        /// What it cannot take.
+        what: &'static str,
+        /// Prefill's attention TP and PP size.
+        prefill: (u32, u32),
+        /// Decode's.
+        decode: (u32, u32),
     },
     /// The sizes cannot be mapped.
     #[error("{0}")]
@@ -134,6 +160,34 @@ pub fn check(decode: &DecodeProfile, info: &ParallelInfo) -> Result<RankMapping,
     Ok(RankMapping::resolve(&sizes(info), &decode.rank)?)
 }
 
+/// What ranks of that server that are not known to be ours survive. The thread of a NIXL prefill rank of 0.5.23 that reads
+/// registrations ends with the first one that it cannot take (`_prepare_payload_xfer`), and with it the rank: 0.5.23's
+/// hazard, but the message is ours.
+///
+/// # Errors
+/// [`Incompatible::Fatal`]. What cannot be known here (fewer KV entries than prefill has, other item lengths, layer ids on
+/// one side only) is not found.
+pub fn check_0_5_23(decode: &DecodeProfile, info: &ParallelInfo) -> Result<(), Incompatible> {
+    let Some(entries) = decode.nixl else { return Ok(()) };
+    let rank = &decode.rank;
+    let (prefill, decode) = ((info.attn_tp_size, info.pp_size), (rank.attn_tp_size, rank.pp_size));
+    let fatal = |what| Err(Incompatible::Fatal { what, prefill, decode });
+    // Head slices of unequal TP, which 0.5.23 writes to device memory only.
+    let sliced = !rank.is_mla && !rank.is_hybrid_mla && prefill.0 != decode.0;
+    // Decode has the entries of all stages.
+    let more_entries = prefill.1 != decode.1;
+    if entries.host_memory && sliced {
+        return fatal("KV in host memory and another attention TP size (MHA)");
+    }
+    if entries.host_memory && more_entries {
+        return fatal("KV in host memory and another PP size");
+    }
+    if more_entries && !entries.layer_ids && !sliced && !rank.is_mla {
+        return fatal("KV entries without layer ids and another PP size (MHA, hybrid MLA)");
+    }
+    Ok(())
+}
+
 fn sizes(info: &ParallelInfo) -> PrefillSizes {
     PrefillSizes {
         attn_tp_size: info.attn_tp_size,
@@ -182,6 +236,52 @@ mod tests {
         // What prefill does not say is not compared.
         for field in ["page_size", "kv_cache_dtype", "kv_layout"] {
             assert!(check(&decode(), &info(|v| v[field] = Value::Null)).is_ok(), "{field}");
+        }
+    }
+
+    /// As 0.5.23's own function answers, called with these geometries.
+    #[test]
+    fn r_h1_registrations_that_would_stop_a_prefill_of_0_5_23_are_refused() {
+        let fits = |kind: (bool, bool), tp: (u32, u32), pp: (u32, u32), host_memory, layer_ids| {
+            let rank = DecodeRank {
+                attn_tp_size: tp.1,
+                pp_size: pp.1,
+                is_mla: kind.0,
+                is_hybrid_mla: kind.1,
+                ..DecodeRank::default()
+            };
+            let nixl = Some(NixlEntries { host_memory, layer_ids });
+            let decode = DecodeProfile { nixl, ..DecodeProfile::new(rank, 16, "bfloat16") };
+            let info = info(|v| (v["attn_tp_size"], v["pp_size"]) = (json!(tp.0), json!(pp.0)));
+            let fits = check_0_5_23(&decode, &info);
+            assert!(check_0_5_23(&DecodeProfile { nixl: None, ..decode }, &info).is_ok());
+            fits.is_ok()
+        };
+        let (mla, hybrid, mha) = ((true, false), (false, true), (false, false));
+        let (host, device, ids, none) = (true, false, true, false);
+        for (kind, tp, pp, memory, layer_ids, want) in [
+            (mla, (1, 1), (1, 1), host, none, true),
+            (mla, (2, 1), (1, 1), host, none, true),
+            (mha, (1, 1), (1, 1), host, none, true),
+            (mha, (2, 1), (1, 1), host, none, false),
+            (mha, (2, 1), (1, 1), device, none, true),
+            (mha, (1, 2), (1, 1), host, none, false),
+            (hybrid, (2, 1), (1, 1), host, none, true),
+            (mla, (1, 1), (2, 1), host, none, false),
+            (mla, (1, 1), (2, 1), device, none, true),
+            (mla, (1, 1), (2, 2), host, none, true),
+            (hybrid, (1, 1), (2, 1), device, none, false),
+            (hybrid, (1, 1), (2, 1), device, ids, true),
+            (mha, (1, 1), (2, 1), device, none, false),
+            (mha, (1, 1), (2, 1), device, ids, true),
+            (mha, (1, 1), (2, 1), host, ids, false),
+            (mha, (2, 1), (2, 1), device, none, true),
+        ] {
+            assert_eq!(
+                fits(kind, tp, pp, memory, layer_ids),
+                want,
+                "{kind:?} tp {tp:?} pp {pp:?} {memory} {layer_ids}"
+            );
         }
     }
 

@@ -18,7 +18,7 @@ use crate::net::Endpoint;
 use crate::wire::ExtPeer;
 
 pub use cache::{DirectoryConfig, DirectoryCore};
-pub use compat::DecodeProfile;
+pub use compat::{DecodeProfile, NixlEntries};
 pub use heartbeat::HeartbeatConfig;
 #[cfg(feature = "bootstrap")]
 pub use http::{DirectoryHandle, EventSink, HttpDirectory};

@@ -301,6 +301,17 @@ impl Server {
         });
         let Some(records) = records.iter().cloned().collect::<Option<Vec<_>>>() else { return };
         let waiters = std::mem::take(waiters);
+        if records.iter().any(|r| r.ext.is_none())
+            && let Err(reason) = shared.check_0_5_23(&known.info)
+        {
+            let reason = format!("Prefill at bootstrap_addr: {} does not fit this decode rank: {reason}", self.addr);
+            let until = now + shared.config.min_refetch;
+            self.pools.insert(dp, Pool::Failed { reason: reason.clone(), until });
+            for waiter in waiters {
+                shared.answer(&waiter, Err(reason.clone()));
+            }
+            return;
+        }
         let first_cp = known.mapping.target_cp_ranks.first().copied().unwrap_or(0);
         let peers = Arc::new(PrefillPeers {
             bootstrap_addr: self.addr.to_string(),

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use super::core::{Core, fake_room};
 use super::{DecodeConfig, KvReceiver, ManagerError, RoomError, is_fake};
 use crate::control::zmq::PushRole;
-use crate::directory::{DecodeProfile, DirectoryConfig, HeartbeatConfig, HttpDirectory};
+use crate::directory::{DecodeProfile, DirectoryConfig, HeartbeatConfig, HttpDirectory, NixlEntries};
 use crate::engine::{DecodeCommand, DecodeShard, DecodeShardConfig, RoomEvent, Stats, StatsSnapshot};
 use crate::hooks::ManagerHooks;
 use crate::host::HostIdentity;
 use crate::ids::Room;
 use crate::layout::LocalLayout;
+use crate::memory::MemoryKind;
 use crate::net::Endpoint;
 use crate::room::ReceiverPolicy;
 use crate::transport::Transport;
@@ -43,6 +44,10 @@ impl DecodeManager {
         )?;
         let weak = Arc::downgrade(&core.engine);
         let spec = layout.spec();
+        let nixl = NixlEntries {
+            host_memory: layout.kv_kinds().contains(&MemoryKind::Dram),
+            layer_ids: !layout.kv_layer_ids().is_empty(),
+        };
         let directory_config = DirectoryConfig {
             heartbeat: HeartbeatConfig {
                 interval: config.heartbeat_interval,
@@ -53,6 +58,7 @@ impl DecodeManager {
             limits: config.limits.clone(),
             ..DirectoryConfig::decode(DecodeProfile {
                 kv_layout: spec.kv_layout.clone(),
+                nixl: (hooks.dialect().name() == "nixl").then_some(nixl),
                 ..DecodeProfile::new(config.rank.clone(), spec.page_size, &spec.kv_cache_dtype)
             })
         };
