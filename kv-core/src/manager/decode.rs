@@ -4,6 +4,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use super::core::{Core, fake_room};
+use super::one_each::Serving;
 use super::{DecodeConfig, KvReceiver, ManagerError, RoomError, is_fake};
 use crate::control::zmq::PushRole;
 use crate::directory::{DecodeProfile, DirectoryConfig, HeartbeatConfig, HttpDirectory, NixlEntries};
@@ -24,7 +25,8 @@ use crate::wire::ExtPeer;
 pub struct DecodeManager(Arc<Core<DecodeShard>>);
 
 impl DecodeManager {
-    /// Bind the control socket and start the shard. `layout` holds regions registered with `transport`.
+    /// Bind the control socket and start the shard. `layout` holds regions registered with `transport`, which serves this
+    /// decode manager alone.
     ///
     /// # Errors
     /// [`ManagerError`].
@@ -34,6 +36,7 @@ impl DecodeManager {
         hooks: Arc<dyn ManagerHooks>,
         layout: LocalLayout,
     ) -> Result<Self, ManagerError> {
+        let of = Serving::one(transport.clone())?;
         let (core, sockets) = Core::bind(
             config.host.as_deref(),
             &config.limits,
@@ -73,7 +76,7 @@ impl DecodeManager {
         .map_err(|e| ManagerError::Bootstrap(e.to_string()))?;
         let freed = core.live.clone();
         let inbound = transport.clone();
-        let (name, of, at) = (transport.local_name().to_owned(), transport, core.endpoint.clone());
+        let (name, at) = (transport.local_name().to_owned(), core.endpoint.clone());
         let shard_config = DecodeShardConfig {
             limits: config.limits.clone(),
             policy: Arc::new(ReceiverPolicy {
@@ -86,7 +89,9 @@ impl DecodeManager {
             endpoint: core.endpoint.clone(),
             name: name.clone(),
             freed: Arc::new(move |room| freed.freed(room)),
-            registration: Arc::new(move || layout.to_registration(at.clone(), name.clone(), of.local_metadata())),
+            registration: Arc::new(move || {
+                layout.to_registration(at.clone(), name.clone(), of.transport().local_metadata())
+            }),
         };
         let shard = DecodeShard::new(shard_config, hooks, Box::new(directory), core.stats.clone());
         core.start("kv-decode", shard, sockets.tapped(config.tap))?;

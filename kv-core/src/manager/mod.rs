@@ -21,6 +21,7 @@ mod decode;
 mod dp;
 mod handle;
 mod live;
+mod one_each;
 mod prefill;
 mod receiver;
 mod runtime;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod dp;
+mod one_each;
 mod restarts;
 mod support;
 mod tap;

@@ -28,6 +28,12 @@ pub fn room(n: u64) -> Room {
 /// Memory of one rank: one KV entry of [`PAGES`], and as many metadata rows.
 fn pool(fabric: &FakeFabric, name: &str, seed: u64) -> (Arc<TestMemory>, Arc<dyn Transport>, LocalLayout) {
     let transport = fabric.transport(name);
+    let (memory, layout) = memory(&*transport, seed);
+    (memory, transport, layout)
+}
+
+/// As [`pool`], of a transport that exists.
+pub fn memory(transport: &dyn Transport, seed: u64) -> (Arc<TestMemory>, LocalLayout) {
     let memory = TestMemory::patterned((PAGES * (PAGE + ROW)) as usize, seed);
     let region = transport.register(memory.clone()).unwrap();
     let entry =
@@ -41,7 +47,7 @@ fn pool(fabric: &FakeFabric, name: &str, seed: u64) -> (Arc<TestMemory>, Arc<dyn
         ..LayoutSpec::default()
     };
     let layout = LocalLayout::new(spec, [region]).unwrap();
-    (memory, transport, layout)
+    (memory, layout)
 }
 
 /// One prefill rank.
