@@ -12,6 +12,12 @@ pub trait ManagerHooks: Send + Sync + 'static {
     /// How messages are framed.
     fn dialect(&self) -> &dyn Dialect;
 
+    /// What a decode rank says of itself, where that is not what its layout says: an engine that calls its pool otherwise
+    /// than the transport does.
+    fn adjust_registration(&self, registration: &mut Registration) {
+        let _ = registration;
+    }
+
     /// Decode's registration, sent once per prefill rank.
     fn build_receiver_registration_message(&self, registration: &Registration) -> Result<Multipart, WireError> {
         self.dialect().encode_registration(registration)

@@ -99,13 +99,16 @@ impl ManagerHooks for Dressed {
         self.inner.dialect()
     }
 
-    fn build_receiver_registration_message(&self, r: &Registration) -> std::result::Result<Multipart, WireError> {
-        let mut r = r.clone();
+    fn adjust_registration(&self, registration: &mut Registration) {
+        self.inner.adjust_registration(registration);
         if self.vram {
-            let device = u32::try_from(r.gpu_id).unwrap_or(0);
-            r.kv_kinds.fill(MemoryKind::Vram { device });
+            let device = u32::try_from(registration.gpu_id).unwrap_or(0);
+            registration.kv_kinds.fill(MemoryKind::Vram { device });
         }
-        self.dress(MessageKind::Registration, self.inner.build_receiver_registration_message(&r)?)
+    }
+
+    fn build_receiver_registration_message(&self, r: &Registration) -> std::result::Result<Multipart, WireError> {
+        self.dress(MessageKind::Registration, self.inner.build_receiver_registration_message(r)?)
     }
 
     fn build_receiver_metadata_message(&self, m: &Metadata) -> std::result::Result<Multipart, WireError> {

@@ -46,10 +46,18 @@ impl DecodeManager {
             hooks.clone(),
         )?;
         let weak = Arc::downgrade(&core.engine);
-        let spec = layout.spec();
+        let spec = layout.spec().clone();
+        let (name, at, adjust) = (transport.local_name().to_owned(), core.endpoint.clone(), hooks.clone());
+        let agent = name.clone();
+        let registration = Arc::new(move || {
+            let mut said = layout.to_registration(at.clone(), agent.clone(), of.transport().local_metadata());
+            adjust.adjust_registration(&mut said);
+            said
+        });
+        let said = registration();
         let nixl = NixlEntries {
-            host_memory: layout.kv_kinds().contains(&MemoryKind::Dram),
-            layer_ids: !layout.kv_layer_ids().is_empty(),
+            host_memory: said.kv_kinds.contains(&MemoryKind::Dram),
+            layer_ids: !said.kv_layer_ids.is_empty(),
         };
         let directory_config = DirectoryConfig {
             heartbeat: HeartbeatConfig {
@@ -76,7 +84,6 @@ impl DecodeManager {
         .map_err(|e| ManagerError::Bootstrap(e.to_string()))?;
         let freed = core.live.clone();
         let inbound = transport.clone();
-        let (name, at) = (transport.local_name().to_owned(), core.endpoint.clone());
         let shard_config = DecodeShardConfig {
             limits: config.limits.clone(),
             policy: Arc::new(ReceiverPolicy {
@@ -87,11 +94,9 @@ impl DecodeManager {
             extension: hooks.extension().then(ExtPeer::here),
             host: Some(HostIdentity::local()),
             endpoint: core.endpoint.clone(),
-            name: name.clone(),
+            name,
             freed: Arc::new(move |room| freed.freed(room)),
-            registration: Arc::new(move || {
-                layout.to_registration(at.clone(), name.clone(), of.transport().local_metadata())
-            }),
+            registration,
         };
         let shard = DecodeShard::new(shard_config, hooks, Box::new(directory), core.stats.clone());
         core.start("kv-decode", shard, sockets.tapped(config.tap))?;

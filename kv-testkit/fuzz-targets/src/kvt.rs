@@ -36,7 +36,7 @@ pub fn run(data: &[u8]) {
         1 => model(&String::from_utf8_lossy(input.rest())),
         _ => {
             if let Ok(messages) = wire_decode::parse(&String::from_utf8_lossy(input.rest()), "f") {
-                assert!(messages.iter().all(|frames| frames.len() <= data.len()));
+                assert!(messages.iter().all(|message| message.frames.len() <= data.len()));
             }
         }
     }
