@@ -41,7 +41,7 @@ pub fn cases() -> Vec<Case> {
         ),
         Case::new("abort-decode-two-acks", "prefill TP 2, MLA: the dummy rank's ACK counts too")
             .prefill("--tp-size 2 --chunk-pages 4 --abort-at hang:2 --abort-rooms 101")
-            .decode("--d-abort-at after-metadata:300 --d-abort-rooms 101")
+            .decode("--d-abort-at after-metadata:300 --d-abort-rooms 101 --d-linger 1")
             .rule(Who::Decode, "101", Failed(ABORTED.ack_between(0.0, 5000.0).acks(2)))
             .rule(Who::Prefill, "101", Either(BY_DECODE)),
         Case::new("abort-ack-awaited", "a prefill that stands still gives no ACK; decode waits for it")

@@ -42,6 +42,15 @@ pub fn cases() -> Vec<Case> {
             "--dtype-str fp8_e4m3",
             &["fp8_e4m3", "bfloat16"],
         ),
+        Case::new("aux-differs", "prefill has one aux row more than decode: the rows of both arrive")
+            .prefill("--aux checksum"),
+        unfit(
+            "item-differs",
+            "a decode with pages of other bytes: the reason arrives",
+            "--item-len 8192",
+            &["16384", "8192"],
+        ),
+        unfit("layers-differ", "a decode with fewer layers: the reason arrives", "--layers 2", &["4", "2"]),
     ]
 }
 
@@ -62,4 +71,20 @@ fn refused(name: &'static str, shows: &'static str, prefill: &str, values: &'sta
             Step::Ended(Who::Decode),
             Step::Close(Who::Prefill),
         ])
+}
+
+/// Our prefill tells decode what does not fit. SGLang's dies of it, for this decode and all others.
+fn unfit(name: &'static str, shows: &'static str, decode: &str, values: &'static [&'static str]) -> Case {
+    let (ours, sglang) = (When::Prefill(Program::Ours), When::Prefill(Program::Sglang));
+    let told = Outcome::Failed(Fail::says(values, values).all_words());
+    let timed_out = Fail::says(&["timed out"], &["timed out"]);
+    Case::new(name, shows)
+        .prefill("--boot-timeout 5")
+        .decode(decode)
+        .decode("--wait-timeout 3 --timeout 6")
+        .rule_when(ours, Who::Prefill, "", told)
+        .rule_when(ours, Who::Decode, "", told)
+        .rule_when(sglang, Who::Prefill, "", Outcome::Failed(timed_out))
+        .rule_when(sglang, Who::Decode, "", Outcome::Failed(timed_out.unacked()))
+        .note(sglang, "SGLang's bootstrap thread dies of such a decode: rooms end by timeout")
 }

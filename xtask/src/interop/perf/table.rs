@@ -111,7 +111,7 @@ fn machine() -> String {
     format!(
         "Machine: {cores} cores ({model}), {memory:.0} GiB, Linux {}. Medians (least..most) of rounds in turns; every byte \
          verified after the window. \"others\": what other programs had of the machine. CPU seconds are of the window.",
-        kernel.trim()
+        kernel.split('-').next().unwrap_or("?").trim()
     )
 }
 
