@@ -17,11 +17,11 @@ EXIT_OK, EXIT_ROOMS = 0, 3
 def run(a, argv):
     environment.log_to_stderr(a.log_level)
     environment.import_sglang([a.backend])
-    return bench(a, argv)
+    return bench(a, argv)[0]
 
 
 def bench(a, argv):
-    """Start both roles, wait for them, put their summaries together."""
+    """Start both roles, wait for them, put their summaries together: exit code and fields of the `bench` event."""
     port = a.bootstrap_port or free_port()
     roles, found = {}, {"prefill": [], "decode": []}
 
@@ -49,7 +49,7 @@ def bench(a, argv):
     summary = summarize(a, found)
     emit("bench", **summary, rc=[codes["prefill"], codes["decode"]], note=a.note)
     good = summary["ok"] == len(a.rooms) and not summary["corrupt"] and not any(codes.values())
-    return EXIT_OK if good else EXIT_ROOMS
+    return EXIT_OK if good else EXIT_ROOMS, summary
 
 
 def of_role(role, argv):
@@ -110,7 +110,7 @@ def summarize(a, found):
 
 def run_suite(a):
     """Each line of the files: the options of one bench.  0 if all came out as they should, else 1."""
-    parser, worst, imported, cases = options.build_parser(), 0, set(), []
+    parser, failed, imported, cases = options.build_parser(), 0, set(), []
     for path in a.file:
         with open(path) as f:
             lines = [line.split("#")[0].strip() for line in f]
@@ -124,11 +124,22 @@ def run_suite(a):
             imported.add(case.backend)
             environment.import_sglang([case.backend])
         began = time.monotonic()
-        code = bench(case, argv[1:])
-        good = code == (EXIT_ROOMS if case.expect_fail else EXIT_OK)
-        worst |= not good
-        emit("case", args=line, rc=code, as_expected=good, wall_s=round(time.monotonic() - began, 2), load=os.getloadavg()[0])
+        wrong = judge(case, *bench(case, argv[1:]))
+        failed += bool(wrong)
+        emit("case", args=line, as_expected=not wrong, wrong=wrong, wall_s=round(time.monotonic() - began, 2), load=os.getloadavg()[0])
         os.environ.clear()
         os.environ.update(keep)
-    emit("suite", cases=len(cases), as_expected=not worst)
-    return int(worst)
+    emit("suite", cases=len(cases), as_expected=len(cases) - failed)
+    return int(failed > 0)
+
+
+def judge(case, code, summary):
+    """What is not as the case expects."""
+    wrong = []
+    if code != (EXIT_ROOMS if case.expect_fail else EXIT_OK):
+        wrong.append(f"exit code {code}")
+    for name, expected in (("ok", case.expect_ok), ("corrupt", case.expect_corrupt)):
+        if expected is not None and summary[name] != expected:
+            wrong.append(f"{name} {summary[name]}, not {expected}")
+    reasons = "\n".join(summary["not_ok"] + summary["errors"])
+    return wrong + [f"no reason has {text!r}" for text in case.expect_reason if text not in reasons]

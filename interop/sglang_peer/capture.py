@@ -29,8 +29,9 @@ def start(path, who):
         original = getattr(zs.Socket, name)
 
         def call(self, address):
-            addresses[id(self)] = address
-            return original(self, address)
+            result = original(self, address)
+            addresses[id(self)] = self.last_endpoint.decode().rstrip("\0") if name == "bind" else address
+            return result
 
         setattr(zs.Socket, name, call)
 

@@ -63,7 +63,7 @@ class Decode:
             moved = self.open_rooms()
             for r in list(self.finding.values()):
                 moved |= self.find(r)
-            for r in self.sweep.due(self.rooms.values()):
+            for r in self.sweep.due(self.rooms):
                 moved |= self.step(r)
             if self.releases.held:
                 moved |= self.release()

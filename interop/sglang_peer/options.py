@@ -163,7 +163,11 @@ def add_bench(p):
     g.add_argument("--p", default="", help="more options of the prefill only, in one string")
     g.add_argument("--d", default="", help="more options of the decode only, in one string")
     g.add_argument("--note", default="", help="copied into the `bench` event")
-    g.add_argument("--expect-fail", action="store_true", help="suite: rooms are meant to fail")
+    g.add_argument("--expect-fail", action="store_true", help="suite: the bench is meant to end with exit code 3")
+    g.add_argument("--expect-ok", type=int, metavar="N", help="suite: N rooms succeed and are verified, no more")
+    g.add_argument("--expect-corrupt", type=int, metavar="N", help="suite: the verifier objects N times")
+    g.add_argument("--expect-reason", action="append", default=[], metavar="TEXT",
+                   help="suite: TEXT is in the reason of a failed room or error (repeatable)")
     g.add_argument("-v", "--verbose", action="store_true", help="print the events of both roles too")
 
 

@@ -49,7 +49,7 @@ class Prefill:
         deadline = time.monotonic() + self.a.timeout
         while self.queue and time.monotonic() < deadline and not self.control.stop.is_set():
             moved = self.open_rooms()
-            for r in self.sweep.due(self.rooms.values()):
+            for r in self.sweep.due(self.rooms):
                 moved |= self.step(r)
             if not moved:
                 self.sweep.pause()
