@@ -141,6 +141,7 @@ def add_prefill(p):
 
 def add_decode(p):
     g = p.add_argument_group("decode")
+    g.add_argument("--chunk-pages", type=int, default=0, help=argparse.SUPPRESS)  # the staging grid, if nothing else names it
     g.add_argument("--decode-prefix-pages", type=int, default=0, help="pages decode says it already holds")
     g.add_argument("--verify", choices=["end", "none"], default="end")
     g.add_argument("--hold", type=float, default=0, help="seconds a room stays in WaitingForInput before send_metadata")
@@ -172,6 +173,7 @@ def add_bench(p):
 
 
 def build_parser():
+    """The options of every command.  `bench` takes those of both roles."""
     p = Parser(prog="sglang_peer", description=__import__("sglang_peer").__doc__)
     sub = p.add_subparsers(dest="cmd", required=True, parser_class=Parser)
     add_common(sub.add_parser("bootstrap", help="SGLang's bootstrap server alone, until standard input ends"))
@@ -179,8 +181,8 @@ def build_parser():
     add_common(s), add_prefill(s)
     s = sub.add_parser("decode", help="decode ranks")
     add_common(s), add_decode(s)
-    s = sub.add_parser("bench", help="prefill and decode on loopback, one `bench` event")
-    add_common(s), add_prefill(s), add_decode(s), add_bench(s)
+    s = sub.add_parser("bench", help="prefill and decode on loopback, one `bench` event", conflict_handler="resolve")
+    add_common(s), add_decode(s), add_prefill(s), add_bench(s)
     s.set_defaults(bootstrap_port=0)
     s = sub.add_parser("suite", help="many benches: each line of a file has the options of one")
     s.add_argument("file", nargs="+")
