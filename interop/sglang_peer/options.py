@@ -154,7 +154,8 @@ def add_decode(p):
                    help="seconds a failed room's pages are held for ABORT_ACKs (SGLang: 30)")
     g.add_argument("--connect-timeout", type=float, default=60.0,
                    help="seconds to wait for the bootstrap server, and for a room's DP rank")
-    g.add_argument("--d-linger", type=float, default=0.0, help="stay up this long after the last room")
+    g.add_argument("--d-linger", type=float, default=1.0,
+                   help="stay up this long after the last room: metadata for a dummy rank, which no Success waits for, may still be queued")
     g.add_argument("--self-test-corrupt", choices=["none", "kv", "aux", "state", "stray"], default="none",
                    help="flip one byte before verifying (negative control of the verifier)")
 
