@@ -33,7 +33,7 @@ fn frames(message: &serde_json::Value) -> Vec<Bytes> {
 
 /// Whether decode said it: the side that recorded sent it, or got it.
 fn by_decode(record: &Record, message: &serde_json::Value) -> bool {
-    (record["side"] == "decode") == (message["dir"] == "send")
+    (record.str("side") == "decode") == (message["dir"] == "send")
 }
 
 fn write_to_prefill(message: &ToPrefill) -> Multipart {
@@ -61,8 +61,8 @@ fn all() -> Vec<Conversation> {
     let limits = Limits::default();
     let conversation = |index: usize| {
         let record = file.get(index);
-        let name = format!("{} {} ({})", record["name"], record["direction"], record["side"]);
-        let said = record["messages"].as_array().unwrap().iter().enumerate().map(|(at, message)| {
+        let name = format!("{} {} ({})", record.name(), record.str("direction"), record.str("side"));
+        let said = record.field("messages").as_array().unwrap().iter().enumerate().map(|(at, message)| {
             let recorded = frames(message);
             let (said, written) = if by_decode(&record, message) {
                 let read = DIALECT.parse_to_prefill(&recorded, &limits).unwrap_or_else(|e| panic!("{name} {at}: {e}"));
