@@ -295,12 +295,15 @@ pub struct DecodeArgs {
     /// How long to wait for the bootstrap server, seconds.
     #[arg(long, default_value_t = 60.0)]
     pub connect_timeout: f64,
-    /// Stay this long after the last room, seconds.
-    #[arg(long, default_value_t = 0.0)]
+    /// Stay this long after the last room, seconds: a dummy prefill rank may not have got its metadata.
+    #[arg(long, default_value_t = 1.0)]
     pub d_linger: f64,
     /// How long a room waits after its metadata, seconds.
     #[arg(long, default_value_t = 300.0)]
     pub wait_timeout: f64,
+    /// Pages of a room that was aborted are free after this without an ACK, seconds.
+    #[arg(long, default_value_t = 30.0)]
+    pub release_timeout: f64,
     /// Between two looks at the prefill server, seconds; at least 2.
     #[arg(long, default_value_t = 5.0)]
     pub heartbeat: f64,

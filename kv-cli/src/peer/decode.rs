@@ -20,9 +20,6 @@ use crate::driver::managed::wait_readable;
 use crate::driver::protocol::Role;
 use crate::error::{CliError, Result};
 
-/// Pages of an aborted room are free after this without an ACK, towards 0.5.23 (SGLang's own default).
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(30);
-
 /// How far a room has got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
@@ -73,6 +70,7 @@ struct Decode<'a> {
     warm_left: usize,
     window: Window,
     hold: Duration,
+    release: Duration,
 }
 
 /// Run it; the exit status.
@@ -99,7 +97,7 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
         },
         ..DecodeConfig::default()
     };
-    let hooks = rank::Dressed::new(backend.hooks, args);
+    let hooks = rank::Dressed::new(backend.hooks, args)?;
     let manager =
         DecodeManager::start(config, backend.transport, hooks, layout).map_err(|e| fail("cannot start decode", &e))?;
     let at = manager.endpoint().clone();
@@ -135,6 +133,7 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
         warm,
         window: Window::default(),
         hold: seconds("--hold", args.hold)?,
+        release: seconds("--release-timeout", args.release_timeout)?,
     };
     decode.all(&rooms, &input, fd)?;
     let code = decode.finish()?;
@@ -324,7 +323,7 @@ impl Decode<'_> {
         if open.receiver.releasable() {
             self.held -= 1;
             if let Some(open) = self.open.remove(&room) {
-                emit("room", released(open))?;
+                emit("room", released(open, self.release))?;
             }
         }
         Ok(())
@@ -399,12 +398,12 @@ impl Decode<'_> {
 }
 
 /// The event of a failed room whose pages are free now.
-fn released(open: Open) -> Value {
+fn released(open: Open, timeout: Duration) -> Value {
     let mut line = open.line.unwrap_or_default();
     if let (Phase::Held(since), Some(_)) = (open.phase, open.published) {
         // By the timeout alone, or by proof before it.
         let waited = open.aborted.unwrap_or(since).elapsed();
-        line["abort_ack"] = (waited < RELEASE_TIMEOUT - Duration::from_millis(100)).into();
+        line["abort_ack"] = (waited + Duration::from_millis(100) < timeout).into();
         line["abort_ack_ms"] = ms(waited).into();
     }
     line

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::control::Multipart;
+use kv_core::room::ReleasePolicy;
 use kv_core::wire::{Dialect, Extension, MessageKind, Metadata, Registration, WireError};
 use kv_transfer::bootstrap::address::join_host_port;
 use kv_transfer::hooks::ManagerHooks;
@@ -12,7 +13,7 @@ use kv_transfer::memory::MemoryKind;
 use kv_transfer::transport::Transport;
 use serde_json::{Value, json};
 
-use super::args::{CommonArgs, DecodeArgs, LayerIds, MemKind};
+use super::args::{CommonArgs, DecodeArgs, LayerIds, MemKind, seconds};
 use super::input::Input;
 use super::store::Store;
 use crate::driver::builtin;
@@ -67,7 +68,7 @@ pub fn layout(args: &CommonArgs, transport: &dyn Transport, store: &Store) -> Re
 
 /// The whole run's time.
 pub fn timeout(args: &CommonArgs) -> Result<Duration> {
-    super::args::seconds("--timeout", args.timeout)
+    seconds("--timeout", args.timeout)
 }
 
 /// The hooks of a backend, dressed up for 0.5.23's sake.
@@ -77,13 +78,16 @@ pub struct Dressed {
     offer: bool,
     /// Call the pool VRAM, as 0.5.23 calls its own unless told otherwise.
     vram: bool,
+    /// How long pages wait for an ACK.
+    release: Duration,
 }
 
 impl Dressed {
     /// For a decode rank.
-    pub fn new(inner: Arc<dyn ManagerHooks>, args: &DecodeArgs) -> Arc<Self> {
+    pub fn new(inner: Arc<dyn ManagerHooks>, args: &DecodeArgs) -> Result<Arc<Self>> {
         let vram = args.common.mem_kind != MemKind::Dram && args.common.backend == "nixl";
-        Arc::new(Self { inner, offer: args.offer_extension, vram })
+        let release = seconds("--release-timeout", args.release_timeout)?;
+        Ok(Arc::new(Self { inner, offer: args.offer_extension, vram, release }))
     }
 
     fn dress(&self, kind: MessageKind, mut message: Multipart) -> std::result::Result<Multipart, WireError> {
@@ -131,8 +135,8 @@ impl ManagerHooks for Dressed {
         self.inner.failed_status_policy()
     }
 
-    fn release_policy(&self) -> kv_core::room::ReleasePolicy {
-        self.inner.release_policy()
+    fn release_policy(&self) -> ReleasePolicy {
+        ReleasePolicy::AckOrTimeout(self.release)
     }
 
     fn extension(&self) -> bool {
