@@ -1,7 +1,8 @@
 //! `--full`: every case of `cargo xtask interop` in both mixed directions; each counts as a test.
 
+use super::tests_step::Tests;
 use super::{Step, required};
-use crate::interop::{self, Backend, Counts, Row};
+use crate::interop::{self, Backend, Counts, Row, Verdict};
 use crate::setup;
 use crate::sh::Result;
 
@@ -36,9 +37,42 @@ pub fn text(rows: &[Row]) -> String {
     format!("{} passed, {} failed, {} n/a", counts.passed, counts.failed, counts.not)
 }
 
+/// Each row as a test.
+pub fn count(rows: &[Row], tests: &mut Tests, skipped: &mut Vec<String>, failed: &mut Vec<String>) {
+    for row in rows {
+        let line = format!("interop: {} {}: {}", row.case, row.direction, row.why());
+        match row.verdict {
+            Verdict::Pass => tests.passed += 1,
+            Verdict::Fail(_) => {
+                tests.failed += 1;
+                failed.push(line);
+            }
+            Verdict::Not(_) => {
+                tests.ignored += 1;
+                skipped.push(line);
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::interop::Direction;
+
+    #[test]
+    fn each_row_counts_as_a_test() {
+        let verdicts = [Verdict::Pass, Verdict::Fail(vec!["why".into()]), Verdict::Not("here".into()), Verdict::Pass];
+        let rows = verdicts.map(|v| Row::plain("x", Direction::SGLANG_OURS, Backend::Nixl, v));
+        let mut tests = Tests { passed: 10, ..Tests::default() };
+        let (mut skipped, mut failed) = (Vec::new(), Vec::new());
+        count(&rows, &mut tests, &mut skipped, &mut failed);
+        assert_eq!(tests.summary(), "12 passed, 1 failed, 1 skipped");
+        assert_eq!(
+            (skipped, failed),
+            (vec!["interop: x sglang>ours: here".to_owned()], vec!["interop: x sglang>ours: why".to_owned()])
+        );
+    }
 
     #[test]
     fn sglang_may_be_missing_only_where_nobody_asks_for_it() {

@@ -113,19 +113,7 @@ fn live(tests: &mut tests_step::Tests, skipped: &mut Vec<String>, failed: &mut V
         }
         Ok(rows) => {
             eprintln!("== interop in {:.1} s: {}", started.elapsed().as_secs_f64(), interop::text(&rows));
-            for row in &rows {
-                match row.word() {
-                    "pass" => tests.passed += 1,
-                    "FAIL" => {
-                        tests.failed += 1;
-                        failed.push(format!("interop: {}", row.line()));
-                    }
-                    _ => {
-                        tests.ignored += 1;
-                        skipped.push(format!("interop: {}", row.line()));
-                    }
-                }
-            }
+            interop::count(&rows, tests, skipped, failed);
         }
     }
 }

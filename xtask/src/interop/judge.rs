@@ -214,3 +214,7 @@ fn summaries(acted: &Acted, faults: &mut Vec<String>) {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "judge_tests.rs"]
+mod tests;

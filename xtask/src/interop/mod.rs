@@ -24,8 +24,8 @@ use std::process::ExitCode;
 
 use case::Case;
 pub use program::{Backend, Direction};
-pub use row::{Counts, Row};
-pub use run::Plan;
+pub use row::{Counts, Row, Verdict};
+use run::Plan;
 
 use crate::sh::Result;
 

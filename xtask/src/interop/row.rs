@@ -38,9 +38,13 @@ pub struct Row {
 
 impl Row {
     pub fn new(case: &Case, direction: Direction, backend: Backend, verdict: Verdict) -> Self {
-        let note = case.note_in(direction);
-        let (commands, seconds) = (Vec::new(), 0.0);
-        Self { case: case.name, shows: case.shows, direction, backend, verdict, note, seconds, commands }
+        let plain = Self::plain(case.name, direction, backend, verdict);
+        Self { shows: case.shows, note: case.note_in(direction), ..plain }
+    }
+
+    /// A row with no more than its verdict.
+    pub fn plain(case: &'static str, direction: Direction, backend: Backend, verdict: Verdict) -> Self {
+        Self { case, shows: "", direction, backend, verdict, note: None, seconds: 0.0, commands: Vec::new() }
     }
 
     pub fn word(&self) -> &'static str {

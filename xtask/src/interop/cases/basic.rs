@@ -23,8 +23,9 @@ pub fn cases() -> Vec<Case> {
         Case::new("pages-mixed", "prefill's pages in order, decode's in random order").decode("--page-order shuffled"),
         Case::new("page-of-16", "pages of 16 tokens, 9 KiB").both("--page-size 16 --item-len 9216"),
         Case::new("fp8", "another kv_cache_dtype, the same on both sides").both("--dtype-str fp8_e4m3"),
-        Case::new("dram", "SGLang announces its memory as DRAM instead of VRAM").of(
-            Program::Sglang,
+        Case::new("dram", "both call their memory DRAM instead of VRAM").both("--mem-kind DRAM"),
+        Case::new("dram-vram", "ours calls its memory DRAM, SGLang's calls its own VRAM").of(
+            Program::Ours,
             "",
             "--mem-kind DRAM",
         ),
