@@ -1,7 +1,7 @@
 //! Bootstrap servers, and who comes when.
 
 use super::super::case::{Case, Check, End, Fail, Mark, Outcome, Registry, Step, When, Who};
-use super::super::program::{Direction, Program};
+use super::super::program::Program;
 
 pub fn cases() -> Vec<Case> {
     use Step::{Pause, Seen, Start};
@@ -18,7 +18,7 @@ pub fn cases() -> Vec<Case> {
         Case::new("extension-offered", "our decode sends the extension all the same: 0.5.23 takes no notice of it")
             .prefill("--chunk-pages 5")
             .of(Program::Ours, "decode", "--offer-extension")
-            .not(When::In(Direction::OURS_SGLANG), "a prefill offers it in its row; see extension-dropped"),
+            .not(When::Prefill(Program::Ours), "our prefill offers it in its row: extension-dropped"),
         Case::new("late-prefill", "decode starts 5 s before prefill").script(&[
             Start(Who::Decode),
             Pause(5.0),
