@@ -107,7 +107,7 @@ pub struct Fail {
     pub all: bool,
     /// Whether decode's pages were released by ACKs before the release timeout; `None`: not looked at.
     pub ack: Option<bool>,
-    /// The ACKs came this many ms after the ABORT.
+    /// The pages were released so many ms after the ABORT, or after the failure where decode sent none before.
     pub ack_ms: Option<(f64, f64)>,
     pub acks: Option<u64>,
     /// The failure is known so many ms after the metadata at the latest (decode).
@@ -131,8 +131,9 @@ impl Fail {
         Self { ack: Some(true), ..self }
     }
 
-    pub const fn unacked(self) -> Self {
-        Self { ack: Some(false), ..self }
+    /// The pages were released by the timeout, so many ms after the failure.
+    pub const fn unacked(self, least: f64, most: f64) -> Self {
+        Self { ack: Some(false), ack_ms: Some((least, most)), ..self }
     }
 
     pub const fn ack_between(self, least: f64, most: f64) -> Self {
@@ -219,7 +220,7 @@ impl Case {
             shows,
             both: MODEL.to_owned(),
             prefill: "--serve".to_owned(),
-            decode: String::new(),
+            decode: "--d-linger 0".to_owned(),
             of: Vec::new(),
             again: Vec::new(),
             registry: Registry::InPrefill,

@@ -165,7 +165,7 @@ fn fail_fault(program: Program, event: &Event, fail: &Fail) -> Option<String> {
     if let Some((least, most)) = fail.ack_ms {
         match event.number("abort_ack_ms") {
             Some(ms) if ms >= least && ms <= most => {}
-            got => return Some(format!("ACKs after {got:?} ms instead of {least} to {most}")),
+            got => return Some(format!("pages released after {got:?} ms instead of {least} to {most}")),
         }
     }
     if let Some(acks) = fail.acks

@@ -86,8 +86,8 @@ fn a_failure_must_be_the_one_that_is_expected() {
     assert_eq!(faults(timed_out.ack_between(0.0, 100.0).acks(2).by_ms(3500.0)), "");
     assert!(faults(Fail::says(&[], &["abort"])).contains("the reason has not"));
     assert!(faults(Fail::says(&[], &["timed out", "9"]).all_words()).contains("the reason has not"));
-    assert!(faults(timed_out.unacked()).contains("abort_ack true instead of false"));
-    assert!(faults(timed_out.ack_between(50.0, 100.0)).contains("ACKs after"));
+    assert!(faults(timed_out.unacked(0.0, 100.0)).contains("abort_ack true instead of false"));
+    assert!(faults(timed_out.ack_between(50.0, 100.0)).contains("pages released after"));
     assert!(faults(timed_out.acks(1)).contains("required_acks"));
     assert!(faults(timed_out.by_ms(1000.0)).contains("after 1000 ms"));
     assert!(faults_of(&expect(Fail::ANY), 0, &[GOOD, COUNTED]).contains("Success instead of Failed"));

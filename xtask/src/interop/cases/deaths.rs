@@ -15,13 +15,13 @@ pub fn cases() -> Vec<Case> {
     vec![
         Case::new("kill-prefill-transferring", "prefill dies after two chunks of a room")
             .prefill("--chunk-pages 4 --chunk-delay-ms 50 --abort-at kill:2 --abort-rooms 101")
-            .decode("--heartbeat 2 --timeout 10")
+            .decode("--heartbeat 2 --release-timeout 3")
             .rule(Who::Prefill, "", Any)
             .ends(Who::Prefill, End::Killed)
-            .rule(Who::Decode, "101", Failed(LOST.unacked()))
+            .rule(Who::Decode, "101", Failed(LOST.unacked(2500.0, 9000.0)))
             .rule(Who::Decode, "", Either(LOST)),
         Case::new("kill-prefill-unasked", "prefill dies before decode's metadata")
-            .decode("--heartbeat 2 --hold 4 --timeout 10")
+            .decode("--heartbeat 2 --hold 4 --release-timeout 3")
             .script(&[
                 Start(Who::Prefill),
                 Seen(Who::Prefill, Mark::Ready),
@@ -36,7 +36,7 @@ pub fn cases() -> Vec<Case> {
         Case::new("kill-prefill-idle", "prefill dies between rooms; the next ones fail, and do not hang")
             .both("--rooms 100:4")
             .prefill("--rooms 100:2")
-            .decode("--heartbeat 2 --gate 2 --timeout 10")
+            .decode("--heartbeat 2 --gate 2 --release-timeout 3")
             .script(&[
                 Start(Who::Prefill),
                 Seen(Who::Prefill, Mark::Ready),

@@ -81,10 +81,10 @@ fn unfit(name: &'static str, shows: &'static str, decode: &str, values: &'static
     Case::new(name, shows)
         .prefill("--boot-timeout 5")
         .decode(decode)
-        .decode("--wait-timeout 3 --timeout 6")
+        .decode("--wait-timeout 3 --release-timeout 2")
         .rule_when(ours, Who::Prefill, "", told)
         .rule_when(ours, Who::Decode, "", told)
         .rule_when(sglang, Who::Prefill, "", Outcome::Failed(timed_out))
-        .rule_when(sglang, Who::Decode, "", Outcome::Failed(timed_out.unacked()))
+        .rule_when(sglang, Who::Decode, "", Outcome::Failed(timed_out.unacked(1500.0, 9000.0)))
         .note(sglang, "SGLang's bootstrap thread dies of such a decode: rooms end by timeout")
 }
