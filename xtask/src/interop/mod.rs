@@ -18,8 +18,9 @@ mod program;
 mod row;
 mod run;
 mod server;
+mod vectors;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use case::Case;
@@ -55,6 +56,9 @@ pub struct InteropArgs {
     /// Keep every control message of the cases, a file an actor, in this folder.
     #[arg(long, value_name = "FOLDER", num_args = 0..=1, default_missing_value = "target/interop/record")]
     record: Option<PathBuf>,
+    /// Record the conversations that the golden tests read, anew.
+    #[arg(long, conflicts_with_all = ["perf", "case", "direction", "record"])]
+    vectors: bool,
     /// Cases at the same time.
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
@@ -77,13 +81,17 @@ pub fn run(args: &InteropArgs) -> Result<ExitCode> {
     if args.perf {
         return perf::run(args.quick, args.json);
     }
-    let plan = Plan {
+    let mut plan = Plan {
         cases,
         directions: args.direction.0.clone(),
         backends: args.backend.clone(),
         record: args.record.clone(),
         jobs: args.jobs,
     };
+    if args.vectors {
+        plan.cases = vectors::cases(plan.cases);
+        plan.record = Some(vectors::folder()?);
+    }
     let rows = run::all(&plan)?;
     println!("{}", row::table(&rows));
     let counts = Counts::of(&rows);
@@ -94,6 +102,12 @@ pub fn run(args: &InteropArgs) -> Result<ExitCode> {
             "{}",
             serde_json::json!({"passed": counts.passed, "failed": counts.failed, "na": counts.not, "rows": rows})
         );
+    }
+    if let (true, Some(record), 0) = (args.vectors, &plan.record, counts.failed) {
+        for backend in &plan.backends {
+            let n = vectors::write(record, *backend, Path::new("kv-testkit/vectors"))?;
+            println!("{n} conversations over {}; now `cargo xtask golden --bless`", backend.name());
+        }
     }
     Ok(if counts.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
