@@ -1,6 +1,7 @@
-//! `--capture`: the conversation of a rank as a file, each control message that it sends or takes a JSON line.
-//! `kvt wire decode` prints such a file in words.
+//! The conversation of a rank, listened in on. `--capture`: as a file, each control message that it sends or takes a JSON
+//! line; `kvt wire decode` prints such a file in words. And who acknowledged the ABORT of which room.
 
+use std::collections::{HashMap, HashSet};
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::Path;
@@ -14,31 +15,54 @@ use super::args::CommonArgs;
 use super::events::unix_now;
 use crate::error::{CliError, Result};
 
-struct Capture(Mutex<Option<File>>);
+/// What is kept of a conversation.
+#[derive(Default)]
+pub struct Capture {
+    file: Mutex<Option<File>>,
+    acks: Mutex<HashMap<u64, HashSet<Bytes>>>,
+}
 
-/// What writes to the file of `--capture`, if there is one.
+/// With the file of `--capture`, if there is one.
 ///
 /// # Errors
 /// The file cannot be written.
-pub fn tap(args: &CommonArgs) -> Result<Option<Arc<dyn ControlTap>>> {
-    args.capture.as_deref().map(|path| open(path).map(|c| Arc::new(c) as Arc<dyn ControlTap>)).transpose()
+pub fn tap(args: &CommonArgs) -> Result<Arc<Capture>> {
+    args.capture.as_deref().map_or_else(|| Ok(Capture::default()), open).map(Arc::new)
 }
 
 fn open(path: &Path) -> Result<Capture> {
     let file = OpenOptions::new().create(true).append(true).open(path);
     let file = file.map_err(|e| CliError::new(format!("--capture {}: {e}", path.display())));
-    Ok(Capture(Mutex::new(Some(file?))))
+    Ok(Capture { file: Mutex::new(Some(file?)), ..Capture::default() })
 }
 
 impl Capture {
+    /// Ranks whose ABORT_ACK of a room came.
+    pub fn acks(&self, room: u64) -> usize {
+        self.acks.lock().unwrap_or_else(PoisonError::into_inner).get(&room).map_or(0, HashSet::len)
+    }
+
+    /// An ABORT_ACK is the same in all dialects: tag, room, rank, generation (protocol 6.9).
+    fn count(&self, frames: &[Bytes]) {
+        let [tag, room, rank, _] = frames else { return };
+        let room = std::str::from_utf8(room).ok().and_then(|r| r.parse().ok());
+        if let (b"ABORT_ACK", Some(room)) = (&tag[..], room) {
+            let mut acks = self.acks.lock().unwrap_or_else(PoisonError::into_inner);
+            acks.entry(room).or_default().insert(rank.clone());
+        }
+    }
+
     fn line(&self, direction: &str, peer: Option<String>, frames: &[Bytes]) {
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        if file.is_none() {
+            return;
+        }
         let hex = |frame: &Bytes| frame.iter().map(|b| format!("{b:02x}")).collect::<String>();
         let frames: Vec<_> = frames.iter().map(hex).collect();
         let mut line = serde_json::json!({ "t": unix_now(), "dir": direction, "frames_hex": frames });
         if let Some(peer) = peer {
             line["peer"] = format!("tcp://{peer}").into();
         }
-        let mut file = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // One write a line: other ranks append to the same file.
         let written = file.as_mut().map_or(Ok(()), |f| f.write_all(format!("{line}\n").as_bytes()));
         if let Err(error) = written {
@@ -54,6 +78,7 @@ impl ControlTap for Capture {
     }
 
     fn received(&self, frames: &[Bytes]) {
+        self.count(frames);
         self.line("recv", None, frames);
     }
 }
@@ -62,6 +87,16 @@ impl ControlTap for Capture {
 mod tests {
     use super::*;
     use crate::commands::wire_decode::parse;
+
+    #[test]
+    fn acks_are_counted_by_rank() {
+        let capture = Capture::default();
+        let ack = |rank: &'static str| ["ABORT_ACK", "7", rank, "1"].map(|f| Bytes::from_static(f.as_bytes()));
+        for rank in ["0", "1", "0"] {
+            capture.received(&ack(rank));
+        }
+        assert_eq!((capture.acks(7), capture.acks(8)), (2, 0));
+    }
 
     #[test]
     fn a_capture_is_what_wire_decode_reads() {

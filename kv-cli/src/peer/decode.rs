@@ -58,6 +58,7 @@ struct Decode<'a> {
     args: &'a DecodeArgs,
     manager: &'a DecodeManager,
     store: &'a Store,
+    tap: &'a capture::Capture,
     bootstrap: String,
     open: HashMap<u64, Open>,
     held: usize,
@@ -82,9 +83,10 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
     let store = Store::new(common, Role::Decode)?;
     let layout = rank::layout(common, &*backend.transport, &store)?;
     let agent = backend.transport.local_name().to_owned();
+    let tap = capture::tap(common)?;
     let config = DecodeConfig {
         host: Some(common.host_ip.clone()),
-        tap: capture::tap(common)?,
+        tap: Some(tap.clone()),
         waiting_timeout: seconds("--wait-timeout", args.wait_timeout)?,
         heartbeat_interval: seconds("--heartbeat", args.heartbeat)?,
         rank: DecodeRank {
@@ -122,6 +124,7 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
         args,
         manager: &manager,
         store: &store,
+        tap: &tap,
         bootstrap,
         open: HashMap::new(),
         held: 0,
@@ -323,7 +326,7 @@ impl Decode<'_> {
         if open.receiver.releasable() {
             self.held -= 1;
             if let Some(open) = self.open.remove(&room) {
-                emit("room", released(open, self.release))?;
+                emit("room", released(open, self.release, self.tap.acks(room)))?;
             }
         }
         Ok(())
@@ -398,13 +401,14 @@ impl Decode<'_> {
 }
 
 /// The event of a failed room whose pages are free now.
-fn released(open: Open, timeout: Duration) -> Value {
+fn released(open: Open, timeout: Duration, acks: usize) -> Value {
     let mut line = open.line.unwrap_or_default();
     if let (Phase::Held(since), Some(_)) = (open.phase, open.published) {
         // By the timeout alone, or by proof before it.
         let waited = open.aborted.unwrap_or(since).elapsed();
         line["abort_ack"] = (waited + Duration::from_millis(100) < timeout).into();
         line["abort_ack_ms"] = ms(waited).into();
+        line["required_acks"] = acks.into();
     }
     line
 }

@@ -100,7 +100,7 @@ pub fn run(args: &PrefillArgs) -> Result<u8> {
     let dp = (common.dp_size, common.dp_rank);
     let config = PrefillConfig {
         host: Some(common.host_ip.clone()),
-        tap: capture::tap(common)?,
+        tap: Some(capture::tap(common)?),
         load_balance_method: common.load_balance_method.clone(),
         bootstrap_timeout: seconds("--boot-timeout", args.boot_timeout)?,
         identity: PrefillIdentity {
