@@ -4,11 +4,13 @@ use super::super::case::Outcome::{Either, Failed};
 use super::super::case::{Case, Fail, Mark, Step, When, Who};
 use super::super::program::Program::{Ours, Sglang};
 
-/// The side that aborts says so. On SGLang's decode prefill's answer may overwrite that.
-const ABORTED: Fail = Fail::says(&["Aborted by AbortReq.", "Aborted by decode-side abort notification."], &["abort"]);
+/// What SGLang's decode may say instead of its own reason: prefill's answer to its ABORT overwrites that (hazard 4).
+const OVERWRITTEN: &str = "Aborted by decode-side abort notification.";
+/// The side that aborts says so.
+const ABORTED: Fail = Fail::says(&["Aborted by AbortReq.", OVERWRITTEN], &["aborted by abortreq."]);
 /// Prefill says that decode aborted.
 const BY_DECODE: Fail = Fail::says(&["Aborted by decode-side abort notification."], &["abort"]);
-const TIMED_OUT: Fail = Fail::says(&["timed out"], &["timed out"]);
+const TIMED_OUT: Fail = Fail::says(&["timed out", OVERWRITTEN], &["timed out"]);
 /// What decode says of a failure that prefill told it of.
 const TOLD: Fail = Fail::says(&["abort", "Abort"], &["abort"]);
 
