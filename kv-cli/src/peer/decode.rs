@@ -171,11 +171,11 @@ impl Decode<'_> {
             let mut more = rank::allowed(common, rooms, input).saturating_sub(started);
             while more > 0 && self.open.len() - self.held < at_a_time {
                 // The window begins when the rooms before it are over.
-                let Some((index, room)) =
-                    waiting.pop_front_if(|(_, room)| self.warm_left == 0 || self.warm.contains(room))
-                else {
+                let Some(&(index, room)) = waiting.front() else { break };
+                if self.warm_left > 0 && !self.warm.contains(&room) {
                     break;
-                };
+                }
+                waiting.pop_front();
                 self.open(index, room)?;
                 more -= 1;
             }

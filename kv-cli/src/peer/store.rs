@@ -59,7 +59,7 @@ pub fn geometry(args: &CommonArgs) -> Result<RankGeometry> {
             return bad(format!("--{name}-rank {rank} of --{name}-size {size}"), "ranks start at 0");
         }
     }
-    if args.layers % args.pp_size != 0 {
+    if !args.layers.is_multiple_of(args.pp_size) {
         return bad(format!("--layers {} on --pp-size {}", args.layers, args.pp_size), "one must divide the other");
     }
     let per = args.layers / args.pp_size;
@@ -72,7 +72,7 @@ pub fn geometry(args: &CommonArgs) -> Result<RankGeometry> {
     };
     let unit = args.page_size.saturating_mul(heads.len() as u32);
     let head_bytes = args.item_len / unit;
-    if head_bytes == 0 || head_bytes % 4 != 0 || head_bytes * unit != args.item_len {
+    if head_bytes == 0 || !head_bytes.is_multiple_of(4) || head_bytes * unit != args.item_len {
         let what = format!("--item-len {} for {} tokens x {} heads", args.item_len, args.page_size, heads.len());
         return bad(what, "it must be a multiple of 4 bytes a head and token");
     }
