@@ -286,7 +286,7 @@ pub struct DecodeArgs {
     /// Seconds between WaitingForInput and the metadata of a room.
     #[arg(long, default_value_t = 0.0)]
     pub hold: f64,
-    /// none, before-metadata, after-metadata[:MS], kill[:MS] (SIGKILL to this process, MS after a room's metadata).
+    /// none, before-metadata, `after-metadata[:MS]`, `kill[:MS]` (SIGKILL to this process, MS after a room's metadata).
     #[arg(long, default_value = "none")]
     pub d_abort_at: DecodeAbort,
     /// Rooms that --d-abort-at is for; default: all.
