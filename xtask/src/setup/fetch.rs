@@ -1,4 +1,4 @@
-//! Fetching a pinned wheel with pip, and taking folders out of it.
+//! Fetching a pinned wheel with pip, and taking folders and files out of it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ const UNPACK: &str = "\
 import sys, zipfile
 wheel, into, *keep = sys.argv[1:]
 with zipfile.ZipFile(wheel) as z:
-    z.extractall(into, [n for n in z.namelist() if n.split('/')[0] in keep])
+    z.extractall(into, [n for n in z.namelist() if any(n == k or n.startswith(k + '/') for k in keep)])
 ";
 
 /// Fetch the wheel into a folder. pip compares its hash.

@@ -9,7 +9,7 @@ use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use super::{fetch, python};
+use super::{apt, fetch, python};
 use crate::sh::{self, Result};
 
 /// Name on the command line, and of the folder.
@@ -119,7 +119,7 @@ fn venv(name: &str) -> Result<()> {
         return Ok(());
     }
     let missing = format!("{name} cannot make virtual environments here");
-    python::install(&missing, &[&format!("{name}-venv")])?;
+    apt::install(&missing, &[&format!("{name}-venv")])?;
     if has() { Ok(()) } else { Err(format!("{missing}, though {name}-venv is installed")) }
 }
 
@@ -127,19 +127,7 @@ fn venv(name: &str) -> Result<()> {
 fn packages() -> Result<()> {
     let text = read(APT)?;
     let names: Vec<_> = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#')).collect();
-    if sh::output(Command::new("dpkg").arg("--version")).is_err() {
-        eprintln!("no dpkg here: see yourself that there is what Debian calls {}", names.join(", "));
-        return Ok(());
-    }
-    let here = |name: &str| {
-        let status = sh::output(Command::new("dpkg-query").args(["-W", "-f", "${Status}", name]));
-        status.is_ok_and(|s| s.contains("install ok installed"))
-    };
-    let missing: Vec<_> = names.into_iter().filter(|n| !here(n)).collect();
-    if missing.is_empty() {
-        return Ok(());
-    }
-    python::install(&format!("SGLang's wheels need {}, which are not here", missing.join(", ")), &missing)
+    apt::see("SGLang's wheels need", &names)
 }
 
 /// Refuse to fill the disk.

@@ -3,6 +3,7 @@
 //! Nothing is installed and nothing is linked: what is fetched lies in `setup/BACKEND` of the target directory, and
 //! `cargo clean` removes it. `cargo xtask setup interop` sets up SGLang in the same way.
 
+mod apt;
 mod fetch;
 pub mod interop;
 mod pins;
@@ -86,6 +87,7 @@ pub fn nixl_library() -> Result<Option<PathBuf>> {
 pub fn library(pin: &Pin, parent: &Path) -> Result<PathBuf> {
     let wheel = pin.wheel(consts::OS, consts::ARCH)?;
     let place = place::Place::new(parent, pin, wheel);
+    apt::see(&format!("the library of {} needs", pin.backend), pin.packages)?;
     if let Some(library) = place.library() {
         return Ok(library);
     }
@@ -94,7 +96,18 @@ pub fn library(pin: &Pin, parent: &Path) -> Result<PathBuf> {
     let part = place.part()?;
     let file = fetch::wheel(pin, wheel, part.path())?;
     fetch::unpack(pin, &file, &part.unpacked())?;
+    stand_ins(pin, &part.unpacked())?;
     place.put(&part)
+}
+
+/// Make what the loader asks for and the library never calls: links to a library that is there.
+fn stand_ins(pin: &Pin, unpacked: &Path) -> Result<()> {
+    let Some((like, names)) = pin.stand_ins else { return Ok(()) };
+    let Some(folder) = Path::new(pin.library).parent().map(|p| unpacked.join(p)) else { return Ok(()) };
+    names.iter().try_for_each(|name| {
+        let link = folder.join(name);
+        std::os::unix::fs::symlink(like, &link).map_err(|e| format!("cannot make {}: {e}", link.display()))
+    })
 }
 
 #[cfg(test)]
@@ -105,6 +118,21 @@ mod tests {
     fn without_a_name_all_are_set_up() {
         assert_eq!(choose(&[]).unwrap().len(), PINS.len());
         assert_eq!(choose(&["nixl".into(), "nixl".into()]).unwrap()[0].backend, "nixl");
-        assert!(choose(&["nixle".into()]).unwrap_err().contains("'nixle'; there are nixl, interop"));
+        assert!(choose(&["nixle".into()]).unwrap_err().contains("'nixle'; there are nixl, mooncake, interop"));
+    }
+
+    #[test]
+    fn stand_ins_are_links_that_lead_somewhere() {
+        let dir = std::env::temp_dir().join(format!("kv-xtask-stand-ins-{}", std::process::id()));
+        let pin = PINS.iter().find(|p| p.backend == "mooncake").unwrap();
+        let folder = dir.join(pin.library).parent().unwrap().to_owned();
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("libasio.so"), "x").unwrap();
+        stand_ins(pin, &dir).unwrap();
+        for name in pin.stand_ins.unwrap().1 {
+            assert_eq!(std::fs::read_to_string(folder.join(name)).unwrap(), "x");
+            assert!(std::fs::read_link(folder.join(name)).unwrap().is_relative(), "the folder is renamed later");
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }

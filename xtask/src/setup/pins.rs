@@ -14,10 +14,15 @@ pub struct Pin {
     /// here may be another one.
     pub python: &'static str,
     pub wheels: &'static [Wheel],
-    /// Folders of the wheel that the library needs, and the one with licences and version.
+    /// Folders and files of the wheel that the library needs, and the folder with licences and version.
     pub keep: &'static [&'static str],
     /// The library itself, a path in the wheel.
     pub library: &'static str,
+    /// What the library needs of the system, as Debian calls it.
+    pub packages: &'static [&'static str],
+    /// Libraries of a vendor's drivers that the loader asks for and nothing here calls: each becomes a link to the first,
+    /// which lies beside the library.
+    pub stand_ins: Option<(&'static str, &'static [&'static str])>,
     /// Variable by which users name a library of their own instead.
     pub variable: &'static str,
 }
@@ -31,7 +36,9 @@ pub struct Wheel {
     pub sha256: &'static str,
 }
 
-pub const PINS: &[Pin] = &[Pin {
+pub const PINS: &[Pin] = &[NIXL, MOONCAKE];
+
+const NIXL: Pin = Pin {
     backend: "nixl",
     package: "nixl_cu12",
     version: "1.5.1",
@@ -50,8 +57,39 @@ pub const PINS: &[Pin] = &[Pin {
     ],
     keep: &[".nixl_cu12.mesonpy.libs", "nixl_cu12.libs", "nixl_cu12-1.5.1.dist-info"],
     library: ".nixl_cu12.mesonpy.libs/libnixl_capi.so",
+    packages: &[],
+    stand_ins: None,
     variable: "KV_NIXL_LIB",
-}];
+};
+
+/// The build for Ascend: of all wheels the only one with the C API, and with MC_FORCE_TCP it runs anywhere. Needs glibc
+/// 2.35. Its Python modules, programs and store are not kept.
+const MOONCAKE: Pin = Pin {
+    backend: "mooncake",
+    package: "mooncake_transfer_engine_npu",
+    version: "0.3.13.post1",
+    python: "cp311",
+    wheels: &[Wheel {
+        arch: "x86_64",
+        file: "mooncake_transfer_engine_npu-0.3.13.post1-cp311-cp311-manylinux_2_35_x86_64.whl",
+        sha256: "dd846b8f71caff9b2488c7c6969ece25686f97c6c62ad38a574ca56ae0a93970",
+    }],
+    keep: &[
+        "mooncake/libtransfer_engine.so",
+        "mooncake/ascend_transport.so",
+        "mooncake/libasio.so",
+        "mooncake/libetcd_wrapper.so",
+        "mooncake/libgflags-f3c7dc50.so.2.2.2",
+        "mooncake/libglog-c040a6f3.so.0.4.0",
+        "mooncake/libjsoncpp-7d699962.so.1.9.5",
+        "mooncake/libunwind-5d1f6f10.so.8.0.1",
+        "mooncake_transfer_engine_npu-0.3.13.post1.dist-info",
+    ],
+    library: "mooncake/libtransfer_engine.so",
+    packages: &["libibverbs1", "libnuma1", "libcurl4"],
+    stand_ins: Some(("libasio.so", &["libascendcl.so", "libllm_datadist.so", "libmetadef.so"])),
+    variable: "KV_MOONCAKE_LIB",
+};
 
 impl Pin {
     /// The wheel for a machine.
@@ -86,6 +124,8 @@ impl Wheel {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
@@ -102,9 +142,13 @@ mod tests {
                 assert!(wheel.platforms().all(|p| p.contains("linux") && p.ends_with(wheel.arch)), "{}", wheel.file);
                 assert_eq!(pin.wheels.iter().filter(|w| w.arch == wheel.arch || w.sha256 == wheel.sha256).count(), 1);
             }
-            // Names of folders at the top of the wheel; the library is in one, licences and version in another.
-            assert!(pin.keep.iter().all(|k| !k.is_empty() && *k != ".." && !k.contains('/')));
-            assert!(pin.keep.iter().any(|k| pin.library.split('/').next() == Some(k)), "{}", pin.library);
+            // Paths in the wheel; the library is in one, licences and version in another.
+            assert!(pin.keep.iter().all(|k| k.split('/').all(|part| !part.is_empty() && part != "..")));
+            assert!(pin.keep.iter().any(|k| Path::new(pin.library).starts_with(k)), "{}", pin.library);
+            // A link beside the library, to what is kept there.
+            let beside = |name: &str| Path::new(pin.library).with_file_name(name);
+            let kept = |(like, _): (&str, _)| pin.keep.iter().any(|k| beside(like).starts_with(k));
+            assert!(pin.stand_ins.is_none_or(kept), "{}", pin.backend);
             assert!(pin.keep.contains(&format!("{}-{}.dist-info", pin.package, pin.version).as_str()));
         }
     }

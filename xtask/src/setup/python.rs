@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use super::apt;
 use crate::sh::{self, Result};
 
 /// What Debian and its kin call them.
@@ -11,7 +12,7 @@ const PACKAGES: [&str; 2] = ["python3", "python3-pip"];
 pub fn ready() -> Result<()> {
     let Some(missing) = missing() else { return Ok(()) };
     let packages = PACKAGES.join(" ");
-    install(missing, &PACKAGES)?;
+    apt::install(missing, &PACKAGES)?;
     match self::missing() {
         None => Ok(()),
         Some(still) => Err(format!(
@@ -29,32 +30,4 @@ fn missing() -> Option<&'static str> {
     } else {
         None
     }
-}
-
-/// Install packages of Debian and its kin, where we may; else say what to do.
-pub fn install(missing: &str, packages: &[&str]) -> Result<()> {
-    let names = packages.join(" ");
-    if !may_install() {
-        return Err(format!("{missing}; `apt-get install {names}` (or what your system calls them), then try again"));
-    }
-    eprintln!("{missing}: installing {names} ...");
-    let install = || sh::output(apt_get().args(["install", "-y"]).args(packages));
-    // The lists of packages may be old, or not there at all, as in a fresh container.
-    if install().is_err() {
-        sh::output(apt_get().arg("update"))
-            .and_then(|_| install())
-            .map_err(|e| format!("{missing}, and {names} cannot be installed: {e}"))?;
-    }
-    Ok(())
-}
-
-fn may_install() -> bool {
-    let root = sh::output(Command::new("id").arg("-u")).is_ok_and(|id| id.trim() == "0");
-    root && sh::output(apt_get().arg("--version")).is_ok()
-}
-
-fn apt_get() -> Command {
-    let mut command = Command::new("apt-get");
-    command.env("DEBIAN_FRONTEND", "noninteractive");
-    command
 }
