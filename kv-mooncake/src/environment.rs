@@ -1,0 +1,88 @@
+//! What the library reads from the environment.
+
+use std::path::Path;
+use std::sync::Once;
+use std::time::Duration;
+
+/// Where the kernel lists RDMA devices.
+const RDMA: &str = "/sys/class/infiniband";
+/// How long nothing may move in a task over TCP, and how long its acknowledgement may take after the last byte, seconds.
+const PROGRESS: (&str, u64) = ("MC_TCP_PROGRESS_TIMEOUT_SEC", 30);
+const STATUS: (&str, u64) = ("MC_TCP_STATUS_TIMEOUT_SEC", 30);
+/// What ours is above the library's.
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// Set, once in the life of the process, what the library needs and the user has not set:
+///
+/// * `MC_FORCE_TCP=1`, only where the machine has no RDMA device. Where there is RDMA, nothing is turned off.
+/// * `MC_TCP_PROGRESS_TIMEOUT_SEC=30` and `MC_TCP_STATUS_TIMEOUT_SEC=30`, its defaults: our own deadline lies above them.
+/// * `MC_TCP_ENABLE_CONNECTION_POOL=1`: some builds otherwise open a connection for each task, inside the submission.
+/// * `MC_LOG_LEVEL=WARNING`: its messages go to standard error.
+///
+/// [`MooncakeTransport::new`](crate::MooncakeTransport::new) calls it before it opens the library. A program whose other
+/// threads read the environment in C code meanwhile calls it first thing in `main`, or sets the variables itself.
+pub fn prepare_environment() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for (name, value) in wanted(has_rdma(Path::new(RDMA))) {
+            if std::env::var_os(name).is_none() {
+                // SAFETY: Rust code reads the environment under the same lock. C code on other threads may read it now;
+                // this runs before the library is opened, and the function's documentation says what to do about others.
+                unsafe { std::env::set_var(name, value) };
+            }
+        }
+    });
+}
+
+fn wanted(rdma: bool) -> Vec<(&'static str, &'static str)> {
+    let mut out =
+        vec![(PROGRESS.0, "30"), (STATUS.0, "30"), ("MC_TCP_ENABLE_CONNECTION_POOL", "1"), ("MC_LOG_LEVEL", "WARNING")];
+    if !rdma {
+        out.push(("MC_FORCE_TCP", "1"));
+    }
+    out
+}
+
+fn has_rdma(class: &Path) -> bool {
+    std::fs::read_dir(class).is_ok_and(|mut entries| entries.next().is_some())
+}
+
+/// What a task may take until the library calls it failed, and a margin.
+pub(crate) fn above_the_library() -> Duration {
+    let seconds = |(name, default): (&str, u64)| {
+        std::env::var(name).ok().and_then(|v| v.parse().ok()).filter(|v| *v > 0).unwrap_or(default)
+    };
+    Duration::from_secs(seconds(PROGRESS).saturating_add(seconds(STATUS))).saturating_add(MARGIN)
+}
+
+/// Whether TCP is used whatever devices there are: the variable counts by being there.
+pub(crate) fn forces_tcp() -> bool {
+    std::env::var_os("MC_FORCE_TCP").is_some()
+}
+
+/// Whether the user wants TCP without acknowledgements, which proves nothing.
+pub(crate) fn unacknowledged() -> bool {
+    std::env::var_os("MC_TCP_PROTO").is_some_and(|v| v == "1")
+}
+
+/// Whether the user turned connection reuse off: each submission then connects first.
+pub(crate) fn connects_each_time() -> bool {
+    std::env::var("MC_TCP_ENABLE_CONNECTION_POOL")
+        .is_ok_and(|v| matches!(v.to_ascii_lowercase().as_str(), "0" | "false" | "no"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rdma_is_never_silently_off() {
+        assert!(wanted(true).iter().all(|(name, _)| *name != "MC_FORCE_TCP"));
+        assert!(wanted(false).contains(&("MC_FORCE_TCP", "1")));
+        let dir = std::env::temp_dir().join(format!("kv-mooncake-rdma-{}", std::process::id()));
+        assert!(!has_rdma(&dir));
+        std::fs::create_dir_all(dir.join("mlx5_0")).unwrap();
+        assert!(has_rdma(&dir));
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}
