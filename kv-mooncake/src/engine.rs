@@ -3,6 +3,7 @@
 //! Batches are the exception: nothing here lets go of one by itself. Who saw every task of it end, and has proof where one
 //! failed, calls [`Engine::free`]; one without proof is kept.
 
+use std::collections::VecDeque;
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::time::{Duration, Instant};
 
@@ -47,8 +48,6 @@ pub(crate) struct Piece {
 
 /// Bytes of ours that a first contact reads into; registered, since RDMA asks for that.
 const SCRATCH: usize = 4096;
-/// Connections of the library to one peer.
-const MOST_CONNECTIONS: usize = 16;
 
 pub(crate) struct Engine {
     api: Api,
@@ -193,20 +192,24 @@ impl Engine {
         }
     }
 
-    /// Read a few bytes of a peer's memory, until as many reads as the library may have connections all succeed: those to a
-    /// process that was there before are broken by it, and new ones are there for the first write.
+    /// Start to read a byte of a peer's memory on each connection to it; numbers of the tasks. What is read is of no use:
+    /// connections to a process that is gone break over it, and are closed.
+    pub fn poke(&self, segment: Segment, addr: u64) -> Result<(Batch, VecDeque<u32>), &'static str> {
+        let piece = |i: usize| Piece { source: self.scratch + i as u64, target: addr, len: 1 };
+        let pieces: Vec<Piece> = (0..environment::connections()).map(piece).collect();
+        let (batch, submitted) = self.submit(segment, READ, &pieces).ok_or("no batch")?;
+        // On a code it is kept: what of it was started is not known.
+        submitted.map(|()| (batch, (0..pieces.len() as u32).collect())).map_err(Code::name)
+    }
+
+    /// [`poke`](Self::poke) until all of it succeeds: then every connection leads to the peer as it is now, and is there for
+    /// the first write.
     pub fn greet(&self, segment: Segment, addr: u64, patience: Duration) -> Result<(), &'static str> {
         let until = Instant::now() + patience;
-        let piece = |i: usize| Piece { source: self.scratch + i as u64, target: addr, len: 1 };
-        let pieces: Vec<Piece> = (0..MOST_CONNECTIONS).map(piece).collect();
         loop {
-            let Some((batch, submitted)) = self.submit(segment, READ, &pieces) else { return Err("no batch") };
-            if let Err(code) = submitted {
-                // Kept: what of it was started is not known.
-                return Err(code.name());
-            }
+            let (batch, tasks) = self.poke(segment, addr)?;
             let mut failed = None;
-            for number in 0..pieces.len() as u32 {
+            for number in tasks {
                 loop {
                     match self.task(batch, number) {
                         Task::Done => break,

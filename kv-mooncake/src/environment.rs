@@ -9,6 +9,8 @@ const RDMA: &str = "/sys/class/infiniband";
 /// How long nothing may move in a task over TCP, and how long its acknowledgement may take after the last byte, seconds.
 const PROGRESS: (&str, u64) = ("MC_TCP_PROGRESS_TIMEOUT_SEC", 30);
 const STATUS: (&str, u64) = ("MC_TCP_STATUS_TIMEOUT_SEC", 30);
+/// The library has no more connections to one peer, whatever is set.
+const MOST_CONNECTIONS: usize = 16;
 /// What ours is above the library's.
 const MARGIN: Duration = Duration::from_secs(5);
 
@@ -53,6 +55,12 @@ pub(crate) fn above_the_library() -> Duration {
         std::env::var(name).ok().and_then(|v| v.parse().ok()).filter(|v| *v > 0).unwrap_or(default)
     };
     Duration::from_secs(seconds(PROGRESS).saturating_add(seconds(STATUS))).saturating_add(MARGIN)
+}
+
+/// How many connections the library has to one peer.
+pub(crate) fn connections() -> usize {
+    let set = ["MC_TCP_LANES_PER_PEER", "MC_TCP_MAX_CONNECTIONS_PER_PEER"].iter().find_map(|n| std::env::var(n).ok());
+    set.and_then(|v| v.parse().ok()).filter(|n| (1..=MOST_CONNECTIONS).contains(n)).unwrap_or(4)
 }
 
 /// Whether TCP is used whatever devices there are: the variable counts by being there.

@@ -14,8 +14,8 @@ use crate::peer::Peer;
 use crate::transport::Core;
 
 const WAKE: u64 = 0;
-/// What lanes that are gone left is looked at this often.
-const ORPHANS: Duration = Duration::from_millis(100);
+/// What nobody else looks at is looked at this often.
+const SWEEP: Duration = Duration::from_millis(100);
 
 pub(crate) struct Keeper {
     set: Arc<OwnedFd>,
@@ -74,10 +74,10 @@ impl Keeper {
 
 fn run(set: &OwnedFd, wake: &OwnedFd, stopped: &AtomicBool, core: &Weak<Core>) {
     let mut events = Vec::with_capacity(64);
-    let mut orphans = false;
+    let mut more = false;
     while !stopped.load(Ordering::Acquire) {
         events.clear();
-        let wait = orphans.then(|| Timespec { tv_sec: 0, tv_nsec: ORPHANS.subsec_nanos().into() });
+        let wait = more.then(|| Timespec { tv_sec: 0, tv_nsec: SWEEP.subsec_nanos().into() });
         match epoll::wait(set, rustix::buffer::spare_capacity(&mut events), wait.as_ref()) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
@@ -90,6 +90,6 @@ fn run(set: &OwnedFd, wake: &OwnedFd, stopped: &AtomicBool, core: &Weak<Core>) {
         let _ = rustix::io::read(wake, &mut [0u8; 8]);
         let Some(core) = core.upgrade() else { continue };
         events.iter().map(|e| e.data.u64()).filter(|id| *id != WAKE).for_each(|id| core.process_ended(PeerId(id)));
-        orphans = core.sweep_orphans();
+        more = core.sweep();
     }
 }

@@ -1,6 +1,6 @@
 //! The transport: what its threads share, and the [`Transport`] contract.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -13,10 +13,10 @@ use kv_core::memory::{MemoryKind, MemoryOwner, RegisteredRegion};
 use kv_core::transport::{
     Capabilities, Lane, PeerDescriptor, Transport, TransportError, TransportErrorKind as ErrorKind,
 };
-use mooncake_sys::Api;
+use mooncake_sys::{Api, Batch};
 
 use crate::config::MooncakeConfig;
-use crate::engine::Engine;
+use crate::engine::{Engine, Task};
 use crate::environment::{self, prepare_environment};
 use crate::flight::{Flight, Stand};
 use crate::keeper::Keeper;
@@ -41,6 +41,8 @@ pub(crate) struct Core {
     pub(crate) next_peer: AtomicU64,
     next_region: AtomicU32,
     pub(crate) peers: Mutex<HashMap<PeerId, Arc<Peer>>>,
+    /// Generations that are forgotten, and whose processes still run: the library has connections to them.
+    parted: Mutex<HashMap<PeerId, Arc<Peer>>>,
     /// One connection attempt a session at a time.
     connecting: Mutex<HashMap<String, Weak<Mutex<()>>>>,
     /// What the library has outstanding, a session: its generations share the library's queue.
@@ -48,6 +50,8 @@ pub(crate) struct Core {
     lanes: Mutex<Vec<Weak<LaneShared>>>,
     /// What lanes that are gone had not settled.
     orphans: Mutex<Vec<Flight>>,
+    /// Last words to peers that died: what connections there were to them break over these, and are closed.
+    farewells: Mutex<Vec<(Batch, VecDeque<u32>)>>,
     /// Our session id was given out.
     exported: AtomicU64,
 }
@@ -112,8 +116,35 @@ impl Core {
         stats::add(&self.counters.peers_dead, 1);
         tracing::info!(peer = peer.name, "the peer's process has ended");
         self.notify_lanes(peer, news);
-        self.sweep_orphans();
+        self.hang_up(peer);
+        self.keeper.wake();
         self.forget_if_over(peer);
+    }
+
+    /// The library would hold its connections to a process that is gone until they are used again.
+    fn hang_up(&self, peer: &Arc<Peer>) {
+        let said = peer.described();
+        let addr = said.first().filter(|_| said.protocol == "tcp");
+        let replaced = lock(&self.peers).values().any(|p| p.name == peer.name && p.live());
+        if let Some(addr) = addr.filter(|_| !replaced) {
+            match self.engine.poke(peer.segment, addr) {
+                Ok(farewell) => lock(&self.farewells).push(farewell),
+                Err(why) => tracing::debug!(peer = peer.name, why, "its connections are not closed"),
+            }
+        }
+    }
+
+    /// Whether some were not seen to end.
+    fn sweep_farewells(&self) -> bool {
+        let mut farewells = lock(&self.farewells);
+        farewells.retain_mut(|(batch, open)| {
+            open.retain(|number| !matches!(self.engine.task(*batch, *number), Task::Done | Task::Failed(_)));
+            if open.is_empty() {
+                self.engine.free(*batch);
+            }
+            !open.is_empty()
+        });
+        !farewells.is_empty()
     }
 
     /// Keep what a lane that is gone had not settled; the keeper looks at it.
@@ -122,8 +153,13 @@ impl Core {
         self.keeper.wake();
     }
 
-    /// Look at what lanes that are gone left; whether any of it has tasks that were not seen to end.
-    pub fn sweep_orphans(&self) -> bool {
+    /// Look at what nobody else looks at; whether any of it was not seen to end.
+    pub fn sweep(&self) -> bool {
+        let farewells = self.sweep_farewells();
+        self.sweep_orphans() | farewells
+    }
+
+    fn sweep_orphans(&self) -> bool {
         let now = Instant::now();
         let mut over = Vec::new();
         let mut lost = Vec::new();
@@ -156,8 +192,25 @@ impl Core {
             over && peers.remove(&peer.id).is_some()
         };
         if gone {
-            self.keeper.unwatch(peer);
             stats::sub(&self.counters.peers, 1);
+            let runs = peer.process.as_ref().is_some_and(|p| !p.exited()) && !peer.dead();
+            if runs {
+                lock(&self.parted).insert(peer.id, Arc::clone(peer));
+            }
+            // It may have ended just now.
+            if !runs || peer.process.as_ref().is_some_and(|p| p.exited()) {
+                self.part(peer.id);
+                self.keeper.unwatch(peer);
+            }
+        }
+    }
+
+    /// The process of a generation that is forgotten has ended.
+    fn part(&self, id: PeerId) {
+        let parted = lock(&self.parted).remove(&id);
+        if let Some(peer) = parted {
+            self.hang_up(&peer);
+            self.keeper.unwatch(&peer);
         }
     }
 
@@ -174,6 +227,7 @@ impl Core {
             let text = format!("the process of {} has ended", peer.name);
             self.die(&peer, TransportError::new(ErrorKind::PeerLost, text));
         }
+        self.part(id);
     }
 
     fn connect_lock(&self, name: &str) -> Arc<Mutex<()>> {
@@ -251,10 +305,12 @@ impl MooncakeTransport {
             next_peer: AtomicU64::new(1),
             next_region: AtomicU32::new(0),
             peers: Mutex::default(),
+            parted: Mutex::default(),
             connecting: Mutex::default(),
             windows: Mutex::default(),
             lanes: Mutex::default(),
             orphans: Mutex::default(),
+            farewells: Mutex::default(),
             exported: AtomicU64::new(0),
             config,
         });
