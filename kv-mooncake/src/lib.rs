@@ -55,9 +55,11 @@
 //! * A range that the peer did not register is refused here, before it costs a connection.
 //! * What is known to be dead gets nothing.
 //!
-//! One window stays: of several tasks that the library *queues* when a peer dies, it offers the rest to whoever listens on the
-//! data port 1 s later. It is a free port of 2000 and an address under ASLR, and what arrives then is not believed. Who
-//! pins ports and addresses closes the window with [`MooncakeConfig::max_tasks_per_peer`] of 1.
+//! A restart on the same ports takes 60 s, while a connection of ours to the old process is there: the library does not ask the
+//! kernel for a port that is in use. One window stays: of several tasks that the library has *queued* when a peer dies, it
+//! offers the rest to whoever listens on the data port 1 s later. That is a port out of 2000, and an address under ASLR; what is
+//! acknowledged then is not believed. Who pins ports and addresses, and lets the kernel hand ports over sooner, closes it with
+//! [`MooncakeConfig::max_tasks_per_peer`] of 1.
 //!
 //! # What the library does that this crate is built around (0.3.13.post1)
 //! * More than 2048 tasks to one peer fail, and may wait for ever. So there are never more than
@@ -70,6 +72,8 @@
 //! * It calls a batch busy until each task was seen ended, and cannot cancel. So a batch is let go of when all have arrived, or
 //!   after a death.
 //! * What it knows of a peer it never asks again by itself. See above.
+//! * It holds its connections to a process that is gone until it uses them. So they are used once more where a death is seen,
+//!   and break.
 //! * Ending an engine takes up to a second, and a Go runtime stays. The library is never closed.
 //!
 //! # Never run
