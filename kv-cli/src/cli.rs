@@ -76,12 +76,11 @@ impl Command {
         false
     }
 
-    /// Whether this very process may open NIXL: a rank does. One that `replay` runs hears of its transport later.
-    #[cfg(feature = "nixl")]
-    pub fn may_open_nixl(&self) -> bool {
+    /// Whether this very process may open this transport: a rank does. One that `replay` runs hears of its transport later.
+    pub fn may_open(&self, transport: &str) -> bool {
         match self {
-            Self::Prefill(args) | Self::Decode(args) => args.worker || args.workload.transport == "nixl",
-            Self::Peer(command) => command.common().backend == "nixl",
+            Self::Prefill(args) | Self::Decode(args) => args.worker || args.workload.transport == transport,
+            Self::Peer(command) => command.common().backend == transport,
             _ => false,
         }
     }
@@ -147,7 +146,7 @@ pub struct WorkloadArgs {
     /// Do not measure the fixed overhead of a room first.
     #[arg(long)]
     pub no_probe: bool,
-    /// How bytes travel: tcp needs nothing, nixl needs NVIDIA's library (`kvt doctor` says whether it is here).
+    /// How bytes travel: tcp needs nothing, nixl NVIDIA's library, mooncake the transfer engine's (`kvt doctor` says whether they are here).
     #[arg(long, default_value = "tcp")]
     pub transport: String,
     /// Transport tcp: copy between processes of one host, or stream over connections. `auto` copies where it can.

@@ -1,6 +1,9 @@
 //! How this program ends.
 
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static SKIPS: AtomicBool = AtomicBool::new(false);
 
 /// The end of `main`, with this status.
 pub fn with(code: ExitCode) -> ExitCode {
@@ -21,11 +24,12 @@ pub fn now(status: i32) -> ! {
     std::process::exit(status)
 }
 
-/// With NIXL in the process, destructors of libraries do not run: where there is RDMA, one that it brings crashes, and the
-/// status would be 139 whatever the result.
+/// From now on the process ends without running destructors of libraries: of what a vendor brings, some crash there, and
+/// the status would be 139 whatever the result.
+pub fn without_destructors() {
+    SKIPS.store(true, Ordering::Relaxed);
+}
+
 fn skips_destructors() -> bool {
-    #[cfg(feature = "nixl")]
-    return crate::nixl::was_opened();
-    #[cfg(not(feature = "nixl"))]
-    false
+    SKIPS.load(Ordering::Relaxed)
 }

@@ -8,8 +8,12 @@ pub mod driver;
 pub mod error;
 pub mod hf_config;
 pub mod leave;
+#[cfg(any(feature = "nixl", feature = "mooncake"))]
+pub mod library;
 pub mod memory;
 pub mod model;
+#[cfg(feature = "mooncake")]
+pub mod mooncake;
 #[cfg(feature = "nixl")]
 pub mod nixl;
 pub mod out;

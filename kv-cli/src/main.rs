@@ -23,8 +23,12 @@ fn main() -> ExitCode {
         }
     }
     #[cfg(feature = "nixl")]
-    if cli.command.may_open_nixl() {
+    if cli.command.may_open("nixl") {
         kv_transfer::nixl::prepare_environment();
+    }
+    #[cfg(feature = "mooncake")]
+    if cli.command.may_open("mooncake") {
+        kv_transfer::mooncake::prepare_environment();
     }
     // Standard output is for results (and, in a worker, for events).
     // RUST_LOG: a level, or `target=level` by commas.

@@ -18,6 +18,8 @@ pub const TRANSPORTS: &[&str] = &[
     "tcp",
     #[cfg(feature = "nixl")]
     "nixl",
+    #[cfg(feature = "mooncake")]
+    "mooncake",
 ];
 
 /// A transport by its name. `host`: the address that peers reach this rank at.
@@ -25,13 +27,17 @@ pub const TRANSPORTS: &[&str] = &[
 /// # Errors
 /// It is not built in, or cannot start here.
 pub fn backend(transport: &str, host: &str, path: TcpPath) -> Result<Backend> {
+    #[cfg(not(any(feature = "tcp", feature = "mooncake")))]
+    let _ = host;
     #[cfg(not(feature = "tcp"))]
-    let _ = (host, path);
+    let _ = path;
     match transport {
         #[cfg(feature = "tcp")]
         "tcp" => tcp(host, path),
         #[cfg(feature = "nixl")]
         "nixl" => nixl(),
+        #[cfg(feature = "mooncake")]
+        "mooncake" => mooncake(host),
         name => {
             let known = if TRANSPORTS.is_empty() { "none".to_owned() } else { TRANSPORTS.join(", ") };
             Err(CliError::new(format!("transport '{name}' is not built into this program"))
@@ -75,6 +81,17 @@ fn nixl() -> Result<Backend> {
     Ok(Backend {
         transport: Arc::new(crate::nixl::open()?),
         hooks: Arc::new(kv_transfer::nixl::NixlHooks::new()),
+        arrived: Box::new(Arrived::default),
+    })
+}
+
+/// As NIXL.
+#[cfg(feature = "mooncake")]
+fn mooncake(host: &str) -> Result<Backend> {
+    use crate::driver::protocol::Arrived;
+    Ok(Backend {
+        transport: Arc::new(crate::mooncake::open(host)?),
+        hooks: Arc::new(kv_transfer::mooncake::MooncakeHooks::new()),
         arrived: Box::new(Arrived::default),
     })
 }

@@ -20,7 +20,7 @@ use crate::driver::builtin;
 use crate::driver::layout::{self, Described};
 use crate::driver::managed::Backend;
 use crate::driver::protocol::TcpPath;
-use crate::error::{CliError, Result};
+use crate::error::Result;
 use crate::shape::{Rank, Shape};
 
 /// The rank, as events name it.
@@ -49,9 +49,6 @@ pub fn allowed(args: &CommonArgs, rooms: &[(usize, u64)], input: &Input) -> usiz
 
 /// The transport of `--backend`.
 pub fn backend(args: &CommonArgs) -> Result<Backend> {
-    if args.backend == "mooncake" {
-        return Err(CliError::new("--backend mooncake is not here yet").hint("use nixl or tcp"));
-    }
     builtin::backend(&args.backend, &args.host_ip, TcpPath::Auto)
 }
 

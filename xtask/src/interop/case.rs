@@ -1,7 +1,7 @@
 //! What a case is: data. The table of cases is in `cases`.
 
 use super::options::Options;
-use super::program::{Direction, Program};
+use super::program::{Backend, Direction, Program};
 
 /// Programs of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -206,6 +206,7 @@ pub struct Case {
     pub checks: Vec<Check>,
     notes: Vec<(When, &'static str)>,
     not: Vec<(When, &'static str)>,
+    only: Option<(Backend, &'static str)>,
     /// Seconds until it has failed.
     pub within: u64,
 }
@@ -230,6 +231,7 @@ impl Case {
             checks: Vec::new(),
             notes: Vec::new(),
             not: Vec::new(),
+            only: None,
             within: 45,
         }
     }
@@ -303,6 +305,12 @@ impl Case {
         self
     }
 
+    /// What the case is about is this backend's alone.
+    pub fn only(mut self, backend: Backend, why: &'static str) -> Self {
+        self.only = Some((backend, why));
+        self
+    }
+
     /// Directions in which there is nothing to run, and why.
     pub fn not(mut self, when: When, why: &'static str) -> Self {
         self.not.push((when, why));
@@ -316,6 +324,10 @@ impl Case {
 
     pub fn note_in(&self, direction: Direction) -> Option<&'static str> {
         self.notes.iter().find(|(w, _)| w.holds(direction)).map(|(_, n)| *n)
+    }
+
+    pub fn not_over(&self, backend: Backend) -> Option<&'static str> {
+        self.only.filter(|(only, _)| *only != backend).map(|(_, why)| why)
     }
 
     pub fn not_in(&self, direction: Direction) -> Option<&'static str> {

@@ -6,7 +6,7 @@ use super::case::{Case, Check, End, Fail, Outcome};
 use super::event::Event;
 use super::frames;
 use super::play::{Acted, Played};
-use super::program::{Direction, Program};
+use super::program::{Backend, Direction, Program};
 
 /// Exit status of a peer with rooms that failed.
 const ROOMS_FAILED: i32 = 3;
@@ -15,7 +15,7 @@ const REFUSED: i32 = 4;
 const KILLED: i32 = -9;
 
 /// What is wrong; nothing: the case passed.
-pub fn judge(case: &Case, direction: Direction, played: &Played) -> Vec<String> {
+pub fn judge(case: &Case, direction: Direction, backend: Backend, played: &Played) -> Vec<String> {
     let mut faults: Vec<String> = played.stuck.iter().cloned().collect();
     for acted in &played.actors {
         let name = format!("{} ({})", acted.who.name(), acted.program.name());
@@ -23,7 +23,7 @@ pub fn judge(case: &Case, direction: Direction, played: &Played) -> Vec<String> 
     }
     for check in &case.checks {
         match check {
-            Check::PlainFrames => faults.extend(frames::check(direction, &played.actors)),
+            Check::PlainFrames => faults.extend(frames::check(direction, backend, &played.actors)),
         }
     }
     faults

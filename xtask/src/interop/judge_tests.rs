@@ -23,7 +23,7 @@ fn acted(case: &Case, who: Who, exit: i32, lines: &[&str]) -> Acted {
 }
 
 fn judged(case: &Case, actors: Vec<Acted>) -> Vec<String> {
-    judge(case, DIRECTION, &Played { actors, stuck: None, took: Duration::ZERO })
+    judge(case, DIRECTION, Backend::Nixl, &Played { actors, stuck: None, took: Duration::ZERO })
 }
 
 fn one_room() -> Case {
@@ -75,7 +75,7 @@ fn errors_odd_lines_exits_and_left_processes_are_faults() {
         assert!(faults.contains(part), "{faults}");
     }
     let stuck = Played { actors: Vec::new(), stuck: Some("after 9 s".into()), took: Duration::ZERO };
-    assert_eq!(judge(&case, DIRECTION, &stuck), ["after 9 s"]);
+    assert_eq!(judge(&case, DIRECTION, Backend::Nixl, &stuck), ["after 9 s"]);
 }
 
 #[test]

@@ -14,17 +14,14 @@ use crate::sh::Result;
 pub struct Launcher {
     /// Our program.
     pub kvt: Option<PathBuf>,
-    /// The NIXL library for it; `None`: it looks for one itself.
-    pub nixl: Option<PathBuf>,
+    /// Libraries for it, each with the variable that names it; others it looks for itself.
+    pub libraries: Vec<(&'static str, PathBuf)>,
     /// Python with SGLang.
     pub python: Option<PathBuf>,
     pub server: Option<Arc<Server>>,
     /// Folder of logs.
     pub logs: PathBuf,
 }
-
-/// Variable that names the NIXL library.
-const NIXL_LIBRARY: &str = "KV_NIXL_LIB";
 
 /// The folder of the Python package `sglang_peer`, from the root of the workspace.
 pub const PACKAGE: &str = "interop";
@@ -54,9 +51,7 @@ impl Launcher {
             Program::Ours => {
                 let mut command = Command::new(self.kvt.as_deref().ok_or("kvt was not built for this run")?);
                 command.args(["peer", role]).args(options.words());
-                if let Some(library) = &self.nixl {
-                    command.env(NIXL_LIBRARY, library);
-                }
+                command.envs(self.libraries.iter().map(|(variable, library)| (variable, library)));
                 Ok(Box::new(Own::start(command, &log, actor, inbox)?))
             }
             Program::Sglang => {

@@ -36,7 +36,7 @@ pub fn all(plan: &Plan) -> Result<Vec<Row>> {
         }
     }
     let runs = |p: Program| todo.iter().any(|(_, case, b, d)| b.lacks(*d).is_none() && case.plays(p, *d));
-    let launcher = launcher(runs(Program::Ours), runs(Program::Sglang), "quick")?;
+    let launcher = launcher(runs(Program::Ours).then_some(&plan.backends), runs(Program::Sglang), "quick")?;
     if let Some(folder) = &plan.record {
         make(folder)?;
     }
@@ -65,7 +65,8 @@ pub fn all(plan: &Plan) -> Result<Vec<Row>> {
 
 /// One case in one direction, and what a person should see of it when it failed.
 fn one(stage: &Stage<'_>, case: &Case, direction: Direction) -> (Row, String) {
-    let not = case.not_in(direction).or(stage.backend.lacks(direction)).map(str::to_owned);
+    let not = stage.backend.lacks(direction).or(case.not_over(stage.backend)).or(case.not_in(direction));
+    let not = not.map(str::to_owned);
     let not = not.or_else(|| play::host(case).ok().and_then(port::missing));
     if let Some(why) = not {
         return (Row::new(case, direction, stage.backend, Verdict::Not(why)), String::new());
@@ -73,7 +74,7 @@ fn one(stage: &Stage<'_>, case: &Case, direction: Direction) -> (Row, String) {
     match play::play(stage, case, direction) {
         Err(e) => (Row::new(case, direction, stage.backend, Verdict::Fail(vec![e])), String::new()),
         Ok(played) => {
-            let faults = judge(case, direction, &played);
+            let faults = judge(case, direction, stage.backend, &played);
             let failed = !faults.is_empty();
             let verdict = if failed { Verdict::Fail(faults) } else { Verdict::Pass };
             let mut row = Row::new(case, direction, stage.backend, verdict);
@@ -85,13 +86,16 @@ fn one(stage: &Stage<'_>, case: &Case, direction: Direction) -> (Row, String) {
     }
 }
 
-/// The programs that a run needs. SGLang is imported once, here.
-pub fn launcher(ours: bool, sglang: bool, profile: &str) -> Result<Launcher> {
+/// The programs that a run needs. `ours`: the backends that ours has part in. SGLang is imported once, here.
+pub fn launcher(ours: Option<&Vec<Backend>>, sglang: bool, profile: &str) -> Result<Launcher> {
     let target = setup::target()?;
     let logs = target.join("interop").join("logs");
     make(&logs)?;
-    let kvt = if ours { Some(kvt(&target, profile)?) } else { None };
-    let nixl = if ours { setup::nixl_library()? } else { None };
+    let kvt = if ours.is_some() { Some(kvt(&target, profile)?) } else { None };
+    let mut libraries = Vec::new();
+    for backend in ours.into_iter().flatten() {
+        libraries.extend(setup::library_of(backend.name())?);
+    }
     let (mut python, mut server) = (None, None);
     if sglang {
         let found = setup::interop::python(&target)?;
@@ -101,7 +105,7 @@ pub fn launcher(ours: bool, sglang: bool, profile: &str) -> Result<Launcher> {
         server = Some(Arc::new(Server::start(command, &logs.join("server.log"))?));
         python = Some(found);
     }
-    Ok(Launcher { kvt, nixl, python, server, logs })
+    Ok(Launcher { kvt, libraries, python, server, logs })
 }
 
 /// Our program: the one that is named, or built here.

@@ -77,10 +77,11 @@ pub fn parent() -> Result<PathBuf> {
     Ok(target()?.join("setup"))
 }
 
-/// The NIXL library for a `kvt` that may not find it by itself; `None`: the user names one.
-pub fn nixl_library() -> Result<Option<PathBuf>> {
-    let Some(pin) = PINS.iter().find(|p| p.backend == "nixl").filter(|p| own(p).is_none()) else { return Ok(None) };
-    library(pin, &parent()?).map(Some)
+/// The library of a backend for a `kvt` that may not find it by itself, with the variable that names it. `None`: the
+/// backend has none, or the user names one.
+pub fn library_of(backend: &str) -> Result<Option<(&'static str, PathBuf)>> {
+    let Some(pin) = PINS.iter().find(|p| p.backend == backend).filter(|p| own(p).is_none()) else { return Ok(None) };
+    Ok(Some((pin.variable, library(pin, &parent()?)?)))
 }
 
 /// The library of a backend, fetched when it is not here.

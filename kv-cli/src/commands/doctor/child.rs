@@ -40,7 +40,8 @@ impl Other {
     pub fn start(name: &'static str, mut command: Command, task: &str, deadline: Instant) -> Result<Self, CliError> {
         let cannot = |e: std::io::Error| CliError::new(format!("cannot start the {name}: {e}"));
         // What libraries say is noise here, unless somebody asks for it.
-        let loud = ["NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"].iter().any(|name| std::env::var_os(name).is_some());
+        let loud =
+            ["NIXL_LOG_LEVEL", "UCX_LOG_LEVEL", "MC_LOG_LEVEL"].iter().any(|name| std::env::var_os(name).is_some());
         let mut child = command
             .env(PROBE, task)
             .stdin(Stdio::piped())

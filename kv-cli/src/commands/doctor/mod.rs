@@ -1,14 +1,16 @@
 //! `kvt doctor`: which transports and devices work here, which do not, why, and what would change that.
 
-#[cfg(feature = "nixl")]
+#[cfg(any(feature = "nixl", feature = "mooncake"))]
 mod child;
 mod host;
+#[cfg(feature = "mooncake")]
+mod mooncake;
 mod network;
 #[cfg(feature = "nixl")]
 mod nixl;
-#[cfg(feature = "nixl")]
-mod nixl_trial;
 mod probe;
+#[cfg(any(feature = "nixl", feature = "mooncake"))]
+mod trial;
 
 use std::fs;
 use std::path::Path;
@@ -88,10 +90,9 @@ fn checks() -> Vec<Check> {
     let copies = probe::same_host_copy();
     let mut checks = tcp(&copies);
     checks.extend(nixl(&copies));
-    let not_built = |name| {
-        Check::new(name, Status::No, "not in this release", "use --transport tcp: host memory, this host and others")
-    };
-    checks.extend(["transport: mooncake", "transport: mori"].map(not_built));
+    checks.push(mooncake());
+    let fix = "use --transport tcp: host memory, this host and others";
+    checks.push(Check::new("transport: mori", Status::No, "not in this release", fix));
     checks.extend([
         network::listens("tcp: IPv4", "127.0.0.1:0", "ip link set lo up"),
         network::listens("tcp: IPv6", "[::1]:0", "sysctl -w net.ipv6.conf.all.disable_ipv6=0 && ip link set lo up"),
@@ -154,6 +155,18 @@ fn nixl(copies: &std::result::Result<(), String>) -> Vec<Check> {
 fn nixl(_copies: &std::result::Result<(), String>) -> Vec<Check> {
     let fix = "cargo build -p kv-transfer-cli --features nixl";
     vec![Check::new("transport: nixl", Status::No, "not built into this program", fix)]
+}
+
+/// Mooncake, really tried out.
+#[cfg(feature = "mooncake")]
+fn mooncake() -> Check {
+    mooncake::check()
+}
+
+#[cfg(not(feature = "mooncake"))]
+fn mooncake() -> Check {
+    let fix = "cargo build -p kv-transfer-cli --features mooncake";
+    Check::new("transport: mooncake", Status::No, "not built into this program", fix)
 }
 
 /// Whether one process may read another's memory (`process_vm_readv`): it was tried with a child of this program.

@@ -1,20 +1,58 @@
 //! What doctor says of NIXL.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::nixl_trial::{self, Library, Trial};
+use kv_transfer::transport::Transport;
+use serde::{Deserialize, Serialize};
+
+use super::trial::{self, Subject, Trial};
 use super::{Check, Status};
+use crate::error::Result;
 
 const NAME: &str = "transport: nixl";
 /// Opening the library takes under a second; a busy machine is given time. A hang ends here.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// What to do about what nobody foresaw.
-const LOOK: &str = "NIXL_LOG_LEVEL=debug UCX_LOG_LEVEL=info kvt doctor shows more; KV_NIXL_LIB names another library";
+
+/// What is tried out.
+pub struct Nixl;
+
+/// What was loaded.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Library {
+    path: String,
+    version: Option<String>,
+    plugins: Vec<String>,
+    ucx_modules: Vec<String>,
+}
+
+impl Subject for Nixl {
+    const NAME: &str = "nixl";
+    const LOOK: &str =
+        "NIXL_LOG_LEVEL=debug UCX_LOG_LEVEL=info kvt doctor shows more; KV_NIXL_LIB names another library";
+    type Library = Library;
+
+    fn prepare() {
+        kv_transfer::nixl::prepare_environment();
+    }
+
+    fn open() -> Result<(Arc<dyn Transport>, Library)> {
+        let nixl = crate::nixl::open()?;
+        let of = nixl.library();
+        let library = Library {
+            path: of.path.display().to_string(),
+            version: of.version,
+            plugins: of.plugins,
+            ucx_modules: of.ucx_modules,
+        };
+        Ok((Arc::new(nixl), library))
+    }
+}
 
 /// The checks: whether it works, and how bytes go between ranks of one host. `copies`: whether the kernel permits that
 /// one process reaches into another.
-pub fn checks(copies: &Result<(), String>) -> Vec<Check> {
-    let trial = nixl_trial::run(PATIENCE);
+pub fn checks(copies: &std::result::Result<(), String>) -> Vec<Check> {
+    let trial = trial::run::<Nixl>(PATIENCE);
     let tls = std::env::var("UCX_TLS").ok();
     let mut checks = vec![works(&trial, tls.as_deref())];
     if let (Some(library), Ok(_)) = (&trial.library, &trial.moved) {
@@ -23,26 +61,8 @@ pub fn checks(copies: &Result<(), String>) -> Vec<Check> {
     checks
 }
 
-fn works(trial: &Trial, tls: Option<&str>) -> Check {
-    let library = trial.library.as_ref().map(|library| described(library, tls));
-    match (&trial.moved, library) {
-        (Ok((bytes, time)), Some(library)) => {
-            let mib = *bytes as f64 / f64::from(1 << 20);
-            let moved = format!(
-                "{mib:.0} MiB written from process to process in {:.1} ms, every byte verified",
-                time.as_secs_f64() * 1e3
-            );
-            Check::new(NAME, Status::Ok, format!("{moved}; {library}"), "")
-        }
-        (Ok(_), None) => Check::new(NAME, Status::No, "the trial says nothing of the library", ""),
-        // What cannot be had comes with its cure; a crash or a hang does not.
-        (Err(e), None) if !e.hint.is_empty() => Check::new(NAME, Status::No, e.what.clone(), e.hint.clone()),
-        (Err(e), None) => Check::new(NAME, Status::No, format!("the library could not be tried out: {}", e.what), LOOK),
-        (Err(e), Some(library)) => {
-            let fix = if e.hint.is_empty() { LOOK } else { &e.hint };
-            Check::new(NAME, Status::No, format!("a write between two processes failed: {}; {library}", e.what), fix)
-        }
-    }
+fn works(trial: &Trial<Library>, tls: Option<&str>) -> Check {
+    trial.check::<Nixl>(NAME, trial.library.as_ref().map(|library| described(library, tls)))
 }
 
 fn described(library: &Library, tls: Option<&str>) -> String {
@@ -57,7 +77,7 @@ fn described(library: &Library, tls: Option<&str>) -> String {
     )
 }
 
-fn same_host(library: &Library, copies: &Result<(), String>, tls: Option<&str>) -> Check {
+fn same_host(library: &Library, copies: &std::result::Result<(), String>, tls: Option<&str>) -> Check {
     let name = "nixl: same-host copies";
     let instead = "ranks on one host send by UCX's tcp, at a lower rate";
     if let Err(why) = copies {
@@ -66,7 +86,7 @@ fn same_host(library: &Library, copies: &Result<(), String>, tls: Option<&str>) 
     }
     if !library.ucx_modules.iter().any(|m| m == "cma") {
         let detail = format!("this UCX has no module cma: {instead}");
-        return Check::new(name, Status::Warn, detail, crate::nixl::INSTALL);
+        return Check::new(name, Status::Warn, detail, crate::nixl::VENDOR.install);
     }
     match tls.filter(|tls| !lets_copy(tls)) {
         Some(tls) => Check::new(
@@ -119,7 +139,7 @@ mod tests {
         assert_eq!((check.status, check.fix.as_str()), (Status::No, "get it"));
         let early = Trial { library: None, moved: Err(CliError::new("it ended: signal: 11")) };
         let check = works(&early, None);
-        assert!(check.detail.starts_with("the library could not") && check.fix == LOOK, "{check:?}");
+        assert!(check.detail.starts_with("the library could not") && check.fix == Nixl::LOOK, "{check:?}");
         let crash = Trial { library: Some(library()), moved: Err(CliError::new("it ended: signal: 11")) };
         let check = works(&crash, None);
         assert!(check.status == Status::No && check.detail.contains("signal: 11") && check.detail.contains("1.5.1"));
@@ -128,7 +148,7 @@ mod tests {
 
     #[test]
     fn ways_between_ranks_of_one_host() {
-        let status = |copies: Result<(), String>, tls| same_host(&library(), &copies, tls).status;
+        let status = |copies: std::result::Result<(), String>, tls| same_host(&library(), &copies, tls).status;
         assert_eq!(status(Ok(()), None), Status::Ok);
         assert_eq!(status(Err("Yama".into()), None), Status::Warn);
         assert_eq!(status(Ok(()), Some("tcp")), Status::Warn);

@@ -10,8 +10,12 @@ const BYTES: [u8; 8] = *b"kvtprobe";
 pub fn child() -> Option<ExitCode> {
     let task = std::env::var(PROBE).ok()?;
     #[cfg(feature = "nixl")]
-    if [super::nixl_trial::TARGET, super::nixl_trial::SOURCE].contains(&task.as_str()) {
-        return Some(super::nixl_trial::child(&task));
+    if let Some(code) = super::trial::child::<super::nixl::Nixl>(&task) {
+        return Some(code);
+    }
+    #[cfg(feature = "mooncake")]
+    if let Some(code) = super::trial::child::<super::mooncake::Mooncake>(&task) {
+        return Some(code);
     }
     let result = match task.split_once(' ') {
         Some((pid, addr)) => match (pid.parse(), addr.parse()) {

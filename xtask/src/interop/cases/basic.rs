@@ -1,7 +1,11 @@
 //! One prefill, one decode, every byte in its place.
 
 use super::super::case::{Case, Check, Fail, Outcome, When, Who};
+use super::super::program::Backend::Nixl;
 use super::super::program::{Direction, Program};
+
+/// Why there is no case of them.
+const KINDS: &str = "its messages have no kind of memory";
 
 pub fn cases() -> Vec<Case> {
     vec![
@@ -23,16 +27,16 @@ pub fn cases() -> Vec<Case> {
         Case::new("pages-mixed", "prefill's pages in order, decode's in random order").decode("--page-order shuffled"),
         Case::new("page-of-16", "pages of 16 tokens, 9 KiB").both("--page-size 16 --item-len 9216"),
         Case::new("fp8", "another kv_cache_dtype, the same on both sides").both("--dtype-str fp8_e4m3"),
-        Case::new("dram", "both call their memory DRAM instead of VRAM").both("--mem-kind DRAM"),
-        Case::new("dram-vram", "ours calls its memory DRAM, SGLang's calls its own VRAM").of(
-            Program::Ours,
-            "",
-            "--mem-kind DRAM",
-        ),
+        Case::new("dram", "both call their memory DRAM instead of VRAM").both("--mem-kind DRAM").only(Nixl, KINDS),
+        Case::new("dram-vram", "ours calls its memory DRAM, SGLang's calls its own VRAM")
+            .of(Program::Ours, "", "--mem-kind DRAM")
+            .only(Nixl, KINDS),
         Case::new("layer-ids", "layers by explicit ids").both("--attn mha --layer-ids force"),
         Case::new("aux-checksum", "one more aux row, of --disaggregation-enable-kv-checksum").both("--aux checksum"),
-        Case::new("ucx-tcp", "UCX may use TCP only").both("--env UCX_TLS=tcp,self"),
-        Case::new("ipv6", "everything over ::1").both("--bootstrap-host ::1 --host-ip ::1"),
+        Case::new("ucx-tcp", "UCX may use TCP only").both("--env UCX_TLS=tcp,self").only(Nixl, "there is no UCX"),
+        Case::new("ipv6", "everything over ::1")
+            .both("--bootstrap-host ::1 --host-ip ::1")
+            .only(Nixl, "this Mooncake's TCP handshake does not take IPv6, with and without MC_USE_IPV6=1"),
         Case::new("extension-unsent", "the extension is sent to none that is not known to be ours")
             .prefill("--chunk-pages 5")
             .check(Check::PlainFrames),

@@ -99,7 +99,7 @@ pub struct Cell {
 
 pub fn run(quick: bool, json: bool) -> Result<ExitCode> {
     let rounds = if quick { 1 } else { 3 };
-    let launcher = super::run::launcher(true, true, "release")?;
+    let launcher = super::run::launcher(Some(&vec![Backend::Nixl]), true, "release")?;
     let mut cells: Vec<Cell> = Vec::new();
     for load in LOADS.iter().filter(|l| !quick || l.quick > 0) {
         cells.extend(PAIRS.iter().map(|pair| Cell { load: *load, pair: *pair, samples: Vec::new() }));
@@ -135,7 +135,7 @@ fn one(launcher: &Launcher, cell: &Cell, rooms: u64) -> Result<Sample> {
     let (before, start) = (cpu::Cpu::now(server), Instant::now());
     let played = play::play(&Stage { launcher, backend, captures: None }, &case, direction)?;
     let others = cpu::Cpu::now(server).others_since(before, start.elapsed().as_secs_f64());
-    let faults = judge(&case, direction, &played);
+    let faults = judge(&case, direction, backend, &played);
     if !faults.is_empty() {
         let text = faults.join("; ");
         let row = row::Row::new(&case, direction, backend, row::Verdict::Fail(faults));

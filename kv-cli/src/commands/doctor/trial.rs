@@ -1,5 +1,5 @@
-//! NIXL tried out: two processes, one writes into the other's memory, which looks at every byte. What the library does in
-//! there, up to a crash or a hang, is this check's result and no more.
+//! A vendor's library tried out: two processes, one writes into the other's memory, which looks at every byte. What the
+//! library does in there, up to a crash or a hang, is this check's result and no more.
 
 use std::process::{Command, ExitCode};
 use std::sync::Arc;
@@ -7,21 +7,40 @@ use std::time::{Duration, Instant};
 
 use kv_transfer::ids::OpId;
 use kv_transfer::memory::{MemoryOwner, RegisteredRegion};
-use kv_transfer::nixl::NixlTransport;
 use kv_transfer::plan::{EntryPair, PlanGroup, Run, WritePlan};
-use kv_transfer::transport::{LaneEvent, Outcome, PeerDescriptor, SubmitError, Transport as _, WriteOp};
+use kv_transfer::transport::{LaneEvent, Outcome, PeerDescriptor, SubmitError, Transport, WriteOp};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::child::{self, Failure, Other};
+use super::{Check, Status};
 use crate::error::{CliError, Result};
 use crate::memory::KvMemory;
 use crate::model::{KvKind, ModelSpec};
 use crate::pattern::{PageSource, Pattern};
 use crate::shape::{Rank, Shape};
 
-/// Tasks of [`probe::child`](super::probe::child).
-pub const TARGET: &str = "nixl-target";
-pub const SOURCE: &str = "nixl-source";
+/// What is tried out.
+pub trait Subject {
+    /// The transport's name.
+    const NAME: &str;
+    /// What to do about what nobody foresaw.
+    const LOOK: &str;
+    /// What was loaded, as it is reported.
+    type Library: Clone + Serialize + DeserializeOwned;
+
+    /// Prepare the environment, before anything else.
+    fn prepare();
+
+    /// # Errors
+    /// As the library's opening has it.
+    fn open() -> Result<(Arc<dyn Transport>, Self::Library)>;
+}
+
+/// The two tasks of [`child`].
+fn tasks<S: Subject>() -> [String; 2] {
+    ["target", "source"].map(|task| format!("{}-{task}", S::NAME))
+}
 
 /// Pages that are written, and the bytes of one: 8 MiB.
 const PAGES: u32 = 16;
@@ -29,19 +48,10 @@ const PAGE_BYTES: u64 = 512 << 10;
 /// How long the writes may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What was loaded.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Library {
-    pub path: String,
-    pub version: Option<String>,
-    pub plugins: Vec<String>,
-    pub ucx_modules: Vec<String>,
-}
-
 /// What the target says first.
 #[derive(Debug, Serialize, Deserialize)]
-struct Opened {
-    library: Library,
+struct Opened<L> {
+    library: L,
     name: String,
     metadata: Vec<u8>,
     addr: u64,
@@ -49,27 +59,59 @@ struct Opened {
 
 /// How it went.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Trial {
+pub struct Trial<L> {
     /// The library, as far as it could be opened.
-    pub library: Option<Library>,
+    pub library: Option<L>,
     /// Bytes that were written and verified, and the time of the writes.
     pub moved: Result<(u64, Duration)>,
 }
 
+impl<L> Trial<L> {
+    /// What it says of the transport `S`. `described`: the library in words.
+    pub fn check<S: Subject>(&self, name: &'static str, described: Option<String>) -> Check {
+        match (&self.moved, described) {
+            (Ok((bytes, time)), Some(library)) => {
+                let mib = *bytes as f64 / f64::from(1 << 20);
+                let moved = format!(
+                    "{mib:.0} MiB written from process to process in {:.1} ms, every byte verified",
+                    time.as_secs_f64() * 1e3
+                );
+                Check::new(name, Status::Ok, format!("{moved}; {library}"), "")
+            }
+            (Ok(_), None) => Check::new(name, Status::No, "the trial says nothing of the library", ""),
+            // What cannot be had comes with its cure; a crash or a hang does not.
+            (Err(e), None) if !e.hint.is_empty() => Check::new(name, Status::No, e.what.clone(), e.hint.clone()),
+            (Err(e), None) => {
+                Check::new(name, Status::No, format!("the library could not be tried out: {}", e.what), S::LOOK)
+            }
+            (Err(e), Some(library)) => {
+                let fix = if e.hint.is_empty() { S::LOOK } else { &e.hint };
+                Check::new(
+                    name,
+                    Status::No,
+                    format!("a write between two processes failed: {}; {library}", e.what),
+                    fix,
+                )
+            }
+        }
+    }
+}
+
 /// Try it, no longer than `patience`.
-pub fn run(patience: Duration) -> Trial {
+pub fn run<S: Subject>(patience: Duration) -> Trial<S::Library> {
     let mut library = None;
-    let moved = moved(Instant::now() + patience, &mut library);
+    let moved = moved::<S>(Instant::now() + patience, &mut library);
     Trial { library, moved }
 }
 
-fn moved(deadline: Instant, library: &mut Option<Library>) -> Result<(u64, Duration)> {
+fn moved<S: Subject>(deadline: Instant, library: &mut Option<S::Library>) -> Result<(u64, Duration)> {
     let exe =
         std::env::current_exe().map_err(|e| CliError::new(format!("cannot find this program's own file: {e}")))?;
-    let mut target = Other::start("process that is written to", Command::new(&exe), TARGET, deadline)?;
-    let opened: Opened = target.hear()?;
+    let [target, source] = tasks::<S>();
+    let mut target = Other::start("process that is written to", Command::new(&exe), &target, deadline)?;
+    let opened: Opened<S::Library> = target.hear()?;
     *library = Some(opened.library.clone());
-    let mut source = Other::start("process that writes", Command::new(&exe), SOURCE, deadline)?;
+    let mut source = Other::start("process that writes", Command::new(&exe), &source, deadline)?;
     source.tell(&opened);
     let seconds: f64 = source.hear()?;
     target.tell(&());
@@ -77,12 +119,13 @@ fn moved(deadline: Instant, library: &mut Option<Library>) -> Result<(u64, Durat
     Ok((bytes, Duration::try_from_secs_f64(seconds).unwrap_or_default()))
 }
 
-/// The child's part of a task.
-pub fn child(task: &str) -> ExitCode {
-    kv_transfer::nixl::prepare_environment();
-    let done = if task == TARGET { target() } else { source() };
+/// The child's part of a task, if it is one of this subject's.
+pub fn child<S: Subject>(task: &str) -> Option<ExitCode> {
+    let which = tasks::<S>().iter().position(|t| t == task)?;
+    S::prepare();
+    let done = if which == 0 { target::<S>() } else { source::<S>() };
     let said = done.or_else(|e| child::say::<()>(&Err(Failure::from(e))));
-    said.map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS)
+    Some(said.map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS))
 }
 
 fn memory() -> Result<Arc<KvMemory>> {
@@ -95,9 +138,9 @@ fn memory() -> Result<Arc<KvMemory>> {
     Ok(Arc::new(memory))
 }
 
-fn register(nixl: &NixlTransport, memory: &Arc<KvMemory>) -> Result<Arc<RegisteredRegion>> {
+fn register(transport: &dyn Transport, memory: &Arc<KvMemory>) -> Result<Arc<RegisteredRegion>> {
     let owner: Arc<dyn MemoryOwner> = memory.clone();
-    nixl.register(owner).map_err(|e| CliError::new(format!("cannot register memory: {e}")))
+    transport.register(owner).map_err(|e| CliError::new(format!("cannot register memory: {e}")))
 }
 
 const PATTERN: Pattern = Pattern::Keyed { seed: 7 };
@@ -106,17 +149,10 @@ fn content(page: u32) -> PageSource {
     PageSource { id: u64::from(page) + 1, first_token: 0 }
 }
 
-fn target() -> Result<()> {
-    let (nixl, memory) = (crate::nixl::open()?, memory()?);
-    let region = register(&nixl, &memory)?;
-    let of = nixl.library();
-    let library = Library {
-        path: of.path.display().to_string(),
-        version: of.version,
-        plugins: of.plugins,
-        ucx_modules: of.ucx_modules,
-    };
-    let (name, metadata) = (nixl.local_name().to_owned(), nixl.local_metadata().to_vec());
+fn target<S: Subject>() -> Result<()> {
+    let ((transport, library), memory) = (S::open()?, memory()?);
+    let region = register(&*transport, &memory)?;
+    let (name, metadata) = (transport.local_name().to_owned(), transport.local_metadata().to_vec());
     child::say(&Ok(Opened { library, name, metadata, addr: region.addr() }))?;
     child::hear::<()>()?;
     for page in 0..PAGES {
@@ -127,20 +163,20 @@ fn target() -> Result<()> {
     child::say(&Ok(region.len()))
 }
 
-fn source() -> Result<()> {
-    let (nixl, memory) = (crate::nixl::open()?, memory()?);
+fn source<S: Subject>() -> Result<()> {
+    let ((transport, _), memory) = (S::open()?, memory()?);
     for page in 0..PAGES {
         // SAFETY: nothing else has this memory yet.
         unsafe { memory.fill(PATTERN, page, content(page)) };
     }
-    let region = register(&nixl, &memory)?;
-    let to: Opened = child::hear()?;
-    let seconds = write(&nixl, &region, to)?;
+    let region = register(&*transport, &memory)?;
+    let to: Opened<S::Library> = child::hear()?;
+    let seconds = write(&*transport, &region, to)?;
     child::say(&Ok(seconds))
 }
 
 /// Write the whole region; the seconds that the writes took.
-fn write(nixl: &NixlTransport, region: &Arc<RegisteredRegion>, to: Opened) -> Result<f64> {
+fn write<L>(transport: &dyn Transport, region: &Arc<RegisteredRegion>, to: Opened<L>) -> Result<f64> {
     let failed = |what: &str, e: &dyn std::fmt::Display| CliError::new(format!("{what}: {e}"));
     let peer = PeerDescriptor {
         name: to.name,
@@ -148,8 +184,8 @@ fn write(nixl: &NixlTransport, region: &Arc<RegisteredRegion>, to: Opened) -> Re
         endpoint: kv_core::Endpoint::new("127.0.0.1", 1),
         host: None,
     };
-    let peer = nixl.connect(&peer).map_err(|e| failed("cannot connect to another process", &e))?;
-    let mut lane = nixl.lane().map_err(|e| failed("no lane", &e))?;
+    let peer = transport.connect(&peer).map_err(|e| failed("cannot connect to another process", &e))?;
+    let mut lane = transport.lane().map_err(|e| failed("no lane", &e))?;
     let (started, mut events, mut open) = (Instant::now(), Vec::new(), 0);
     for i in 0..u64::from(PAGES) {
         let entry = EntryPair {
