@@ -17,6 +17,7 @@ use bytes::Bytes;
 
 use crate::host::HostIdentity;
 use crate::ids::{OpId, PeerId, ProcessGeneration};
+use crate::layout::UnknownSlots;
 use crate::memory::{MemoryOwner, RegisteredRegion};
 use crate::net::Endpoint;
 use crate::plan::WritePlan;
@@ -41,6 +42,16 @@ pub struct Capabilities {
     /// Ending a registration closes the memory to peers that know it. Where it does not, memory that was registered must
     /// not be used for anything else while such peers may still write.
     pub unregister_revokes: bool,
+    /// A write to what the peer has not registered is refused before a byte of it goes. A decode that does not say how
+    /// many pages it has may then have more than we; else it is taken to have as many.
+    pub checks_destinations: bool,
+}
+
+impl Capabilities {
+    /// How many pages a decode has that does not say.
+    pub fn unknown_slots(&self) -> UnknownSlots {
+        if self.checks_destinations { UnknownSlots::CheckedByBackend } else { UnknownSlots::AsOurs }
+    }
 }
 
 /// What decode sent about itself; opaque to everyone but the backend.

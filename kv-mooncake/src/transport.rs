@@ -327,6 +327,7 @@ impl MooncakeTransport {
             settles_unresolved: false,
             // A write that has begun goes on.
             unregister_revokes: false,
+            checks_destinations: true,
         };
         Ok(Self { core, capabilities })
     }

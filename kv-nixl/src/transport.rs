@@ -470,6 +470,7 @@ impl NixlTransport {
             done_proves_placement: true,
             settles_unresolved: false,
             unregister_revokes: false,
+            checks_destinations: false,
         };
         Ok(Self { core, capabilities })
     }

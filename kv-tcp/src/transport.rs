@@ -287,6 +287,7 @@ impl TcpTransport {
                 done_proves_placement: true,
                 settles_unresolved: true,
                 unregister_revokes: true,
+                checks_destinations: false,
             },
         })
     }

@@ -92,6 +92,7 @@ impl Harness for Fake {
             done_proves_placement: true,
             settles_unresolved: true,
             unregister_revokes: true,
+            checks_destinations: false,
         };
         let builder = self.fabric.builder(&name).policy(policy).capacity(64).capabilities(capabilities);
         match self.flaw {

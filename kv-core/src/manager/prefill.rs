@@ -99,6 +99,7 @@ impl PrefillManager {
                 kv_entries: layout.spec().kv.len(),
             },
             max_op_bytes: transport.capabilities().max_op_bytes,
+            unknown_slots: transport.capabilities().unknown_slots(),
             extension,
             commands: commands.clone(),
         };

@@ -245,6 +245,7 @@ fn broken_lane(w: &World) -> kv_core::engine::PrefillShard {
         freed: std::sync::Arc::new(|_| {}),
         aux_rule: AuxRule::ALONE,
         max_op_bytes: None,
+        unknown_slots: kv_core::layout::UnknownSlots::AsOurs,
         extension: None,
         commands: std::sync::Arc::new(|_| {}),
     };

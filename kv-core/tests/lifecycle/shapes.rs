@@ -1,6 +1,11 @@
 //! Several prefill ranks for one decode, several decodes for one prefill rank, dummies.
 
+use std::sync::Arc;
+
+use kv_core::control::Multipart;
+use kv_core::hooks::{ManagerHooks, TcpHooks};
 use kv_core::poll::{AgreedPoll, KvPoll};
+use kv_core::wire::{Dialect, Registration, WireError};
 use kv_testkit::directory::Shape;
 use kv_testkit::fake_transport::Policy;
 
@@ -49,6 +54,50 @@ fn every_cp_rank_sends_its_part_of_the_pages() {
     w.assert_copied(0, &[0, 1], 0, &[10, 11]);
     w.assert_copied(1, &[4, 5], 0, &[12, 13]);
     end(&mut w, &s, &r);
+}
+
+/// A decode that does not say how many pages it has, as Mooncake's and Mori's.
+struct Unsaid(TcpHooks);
+
+impl ManagerHooks for Unsaid {
+    fn dialect(&self) -> &dyn Dialect {
+        self.0.dialect()
+    }
+
+    fn build_receiver_registration_message(&self, registration: &Registration) -> Result<Multipart, WireError> {
+        self.0.build_receiver_registration_message(&Registration { kv_slots: None, ..registration.clone() })
+    }
+}
+
+/// Decode's pages beyond ours are its pages as well, where the transport knows what it registered; page 19 of the last
+/// layer is, and page 20 is not.
+#[test]
+fn r_h2_a_decode_that_does_not_say_its_pages_may_have_more_where_writes_are_checked() {
+    let spec = WorldSpec {
+        hooks: Arc::new(Unsaid(TcpHooks::new())),
+        prefill_ext: false,
+        decode_ext: false,
+        more_at_decode: 4,
+        checks_destinations: true,
+        ..WorldSpec::default()
+    };
+    let mut w = World::new(spec.clone());
+    let (s, r) = w.open(7, &[17, 19]);
+    w.send(0, &s[0], &[0, 15], 0, true);
+    w.run();
+    assert_eq!(r[0].poll(), SUCCESS, "{:?}", s[0].failure());
+    w.assert_copied(0, &[0, 15], 0, &[17, 19]);
+    let (outside, _) = w.open(8, &[20]);
+    w.send(0, &outside[0], &[0], 0, true);
+    w.run();
+    assert_eq!(outside[0].poll(), KvPoll::Failed);
+
+    // Where nobody checks, it is taken to have as many as we.
+    let mut w = World::new(WorldSpec { checks_destinations: false, ..spec });
+    let (s, _) = w.open(7, &[17]);
+    w.send(0, &s[0], &[0], 0, true);
+    w.run();
+    assert!(reason(&s[0]).contains("destination page 17 is outside 0..16"), "{}", reason(&s[0]));
 }
 
 #[test]

@@ -39,6 +39,7 @@ impl FakeTransportBuilder {
             done_proves_placement: true,
             settles_unresolved: true,
             unregister_revokes: true,
+            checks_destinations: false,
         };
         Self {
             fabric,

@@ -132,6 +132,7 @@ impl PrefillNode {
         let endpoint = spec.shape.endpoint(rank);
         let mut transport = fabric.builder(name);
         transport.capabilities_mut().max_op_bytes = spec.max_op_bytes;
+        transport.capabilities_mut().checks_destinations = spec.checks_destinations;
         let transport = transport.build();
         let entry_len = spec.pages * spec.page_len;
         let entries = spec.prefill_entries();
@@ -164,6 +165,7 @@ impl PrefillNode {
                 kv_entries: entries as usize,
             },
             max_op_bytes: spec.max_op_bytes,
+            unknown_slots: transport.capabilities().unknown_slots(),
             extension: spec.prefill_ext.then(|| process(name)),
             commands: Arc::new(move |c| lock(&queue).push(c)),
         };
@@ -297,7 +299,7 @@ impl DecodeNode {
         endpoint: Endpoint,
     ) -> Self {
         let transport = fabric.transport(name);
-        let entry_len = spec.pages * spec.page_len;
+        let entry_len = spec.decode_pages() * spec.page_len;
         let entries = spec.decode_entries();
         let kv = TestMemory::new(entries as usize * entry_len);
         let aux = TestMemory::new(spec.aux_rows * AUX_LEN);

@@ -31,10 +31,14 @@ pub struct WorldSpec {
     pub aux_rows: usize,
     /// Pages of each KV entry.
     pub pages: usize,
+    /// How many more pages decode has.
+    pub more_at_decode: usize,
     /// Bytes of one page.
     pub page_len: usize,
     /// The largest op of prefill's transports.
     pub max_op_bytes: Option<u64>,
+    /// Prefill's transports say that they refuse what decode has not registered.
+    pub checks_destinations: bool,
     /// Bounds of every shard.
     pub limits: Limits,
     /// Backends' part.
@@ -69,8 +73,10 @@ impl Default for WorldSpec {
             layers: 2,
             aux_rows: 8,
             pages: 16,
+            more_at_decode: 0,
             page_len: 64,
             max_op_bytes: None,
+            checks_destinations: false,
             limits: Limits::default(),
             hooks: Arc::new(TcpHooks::new()),
             failed_status: FailedStatusPolicy::AtOnce,
@@ -129,8 +135,13 @@ impl WorldSpec {
         kv * stages * self.layers + first + layer
     }
 
-    fn layout(&self, entries: u32, kv: &RegisteredRegion, aux: &RegisteredRegion) -> LayoutSpec {
-        let len = (self.pages * self.page_len) as u64;
+    /// Pages of each KV entry of decode.
+    pub(super) fn decode_pages(&self) -> usize {
+        self.pages + self.more_at_decode
+    }
+
+    fn layout(&self, entries: u32, pages: usize, kv: &RegisteredRegion, aux: &RegisteredRegion) -> LayoutSpec {
+        let len = (pages * self.page_len) as u64;
         let entry = |i: u32| EntryDesc {
             region: kv.id(),
             offset: u64::from(i) * len,
@@ -167,7 +178,7 @@ impl WorldSpec {
             pp_size: stages,
             pp_rank: if stages == 1 { 0 } else { pp },
             prefill_start_layer: if stages == 1 { 0 } else { pp * self.layers },
-            ..self.layout(self.prefill_entries(), kv, aux)
+            ..self.layout(self.prefill_entries(), self.pages, kv, aux)
         }
     }
 
@@ -175,7 +186,7 @@ impl WorldSpec {
         let mut spec = LayoutSpec {
             attn_tp_size: self.shape.decode_tp,
             engine_rank: rank,
-            ..self.layout(self.decode_entries(), kv, aux)
+            ..self.layout(self.decode_entries(), self.decode_pages(), kv, aux)
         };
         (self.tune_decode)(&mut spec);
         spec

@@ -70,6 +70,7 @@ impl Stub {
                 done_proves_placement: true,
                 settles_unresolved: true,
                 unregister_revokes: true,
+                checks_destinations: false,
             },
             strings: Arc::new(Strings {
                 wake: EventFd::new(false)?,

@@ -88,7 +88,7 @@ impl PrefillShard {
             }
         }
         let paired = PeerLayout::from_registration(&r, &self.config.limits)
-            .and_then(|peer| Pairing::new(&self.layout, &peer))
+            .and_then(|peer| Pairing::with_unknown_slots(&self.layout, &peer, self.config.unknown_slots))
             .map_err(|e| -> Arc<str> { format!("decode {} does not fit this prefill: {e}", r.endpoint).into() });
         let (pairing, refused) = match paired {
             Ok(p) => (Some(Arc::new(p)), None),

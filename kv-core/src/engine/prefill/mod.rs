@@ -27,7 +27,7 @@ use crate::error::ABORTED_BY_DECODE_REASON;
 use crate::event::WaitEvent;
 use crate::hooks::ManagerHooks;
 use crate::ids::{OpId, PrefillRank, Room};
-use crate::layout::{LocalLayout, Pairing, PeerLayout};
+use crate::layout::{LocalLayout, Pairing, PeerLayout, UnknownSlots};
 use crate::limits::Limits;
 use crate::mutants::mutant;
 use crate::net::Endpoint;
@@ -101,6 +101,8 @@ pub struct PrefillShardConfig {
     pub aux_rule: AuxRule,
     /// The transport's ([`Capabilities`](crate::transport::Capabilities)): a larger write is cut into several ops.
     pub max_op_bytes: Option<u64>,
+    /// How many pages a decode has that does not say.
+    pub unknown_slots: UnknownSlots,
     /// What we say of ourselves to peers of ours (H4); `None`: to everybody exactly what 0.5.23 says.
     pub extension: Option<ExtPeer>,
     /// Hands commands back to the shard from other threads (wait events).
