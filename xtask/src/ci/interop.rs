@@ -22,12 +22,13 @@ fn judge(found: Result<String>, asked: bool) -> Result<Step> {
 
 /// The backends that both programs have.
 fn backend(name: &str) -> Option<Backend> {
-    (name == Backend::Nixl.name()).then_some(Backend::Nixl)
+    [Backend::Nixl, Backend::Mooncake].into_iter().find(|b| b.name() == name)
 }
 
 /// Run the cases; the rows, which were shown as they came.
 pub fn run() -> Result<Vec<Row>> {
-    let asked = required::backends().unwrap_or_else(|| vec![Backend::Nixl.name().to_owned()]);
+    let asked = required::backends()
+        .unwrap_or_else(|| vec![Backend::Nixl.name().to_owned(), Backend::Mooncake.name().to_owned()]);
     interop::mixed(asked.iter().filter_map(|name| backend(name)).collect())
 }
 
@@ -40,7 +41,7 @@ pub fn text(rows: &[Row]) -> String {
 /// Each row as a test.
 pub fn count(rows: &[Row], tests: &mut Tests, skipped: &mut Vec<String>, failed: &mut Vec<String>) {
     for row in rows {
-        let line = format!("interop: {} {}: {}", row.case, row.direction, row.why());
+        let line = format!("interop: {} {} {}: {}", row.case, row.direction, row.backend.name(), row.why());
         match row.verdict {
             Verdict::Pass => tests.passed += 1,
             Verdict::Fail(_) => {
@@ -70,7 +71,7 @@ mod tests {
         assert_eq!(tests.summary(), "12 passed, 1 failed, 1 skipped");
         assert_eq!(
             (skipped, failed),
-            (vec!["interop: x sglang>ours: here".to_owned()], vec!["interop: x sglang>ours: why".to_owned()])
+            (vec!["interop: x sglang>ours nixl: here".to_owned()], vec!["interop: x sglang>ours nixl: why".to_owned()])
         );
     }
 

@@ -206,7 +206,7 @@ pub struct Case {
     pub checks: Vec<Check>,
     notes: Vec<(When, &'static str)>,
     not: Vec<(When, &'static str)>,
-    only: Option<(Backend, &'static str)>,
+    over: Vec<(Backend, When, &'static str)>,
     /// Seconds until it has failed.
     pub within: u64,
 }
@@ -231,7 +231,7 @@ impl Case {
             checks: Vec::new(),
             notes: Vec::new(),
             not: Vec::new(),
-            only: None,
+            over: Vec::new(),
             within: 45,
         }
     }
@@ -307,7 +307,14 @@ impl Case {
 
     /// What the case is about is this backend's alone.
     pub fn only(mut self, backend: Backend, why: &'static str) -> Self {
-        self.only = Some((backend, why));
+        let others = [Backend::Nixl, Backend::Mooncake, Backend::Tcp].into_iter().filter(|b| *b != backend);
+        self.over.extend(others.map(|b| (b, When::Always, why)));
+        self
+    }
+
+    /// Directions in which there is nothing to run over this backend, and why.
+    pub fn not_over(mut self, backend: Backend, when: When, why: &'static str) -> Self {
+        self.over.push((backend, when, why));
         self
     }
 
@@ -326,12 +333,9 @@ impl Case {
         self.notes.iter().find(|(w, _)| w.holds(direction)).map(|(_, n)| *n)
     }
 
-    pub fn not_over(&self, backend: Backend) -> Option<&'static str> {
-        self.only.filter(|(only, _)| *only != backend).map(|(_, why)| why)
-    }
-
-    pub fn not_in(&self, direction: Direction) -> Option<&'static str> {
-        self.not.iter().find(|(w, _)| w.holds(direction)).map(|(_, n)| *n)
+    pub fn not_in(&self, direction: Direction, backend: Backend) -> Option<&'static str> {
+        let over = self.over.iter().find(|(b, w, _)| *b == backend && w.holds(direction)).map(|(_, _, n)| *n);
+        over.or_else(|| self.not.iter().find(|(w, _)| w.holds(direction)).map(|(_, n)| *n))
     }
 
     pub fn end_of(&self, who: Who, direction: Direction) -> Option<End> {

@@ -65,7 +65,7 @@ pub fn all(plan: &Plan) -> Result<Vec<Row>> {
 
 /// One case in one direction, and what a person should see of it when it failed.
 fn one(stage: &Stage<'_>, case: &Case, direction: Direction) -> (Row, String) {
-    let not = stage.backend.lacks(direction).or(case.not_over(stage.backend)).or(case.not_in(direction));
+    let not = stage.backend.lacks(direction).or(case.not_in(direction, stage.backend));
     let not = not.map(str::to_owned);
     let not = not.or_else(|| play::host(case).ok().and_then(port::missing));
     if let Some(why) = not {
