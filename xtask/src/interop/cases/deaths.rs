@@ -117,6 +117,8 @@ pub fn cases() -> Vec<Case> {
                 Seen(Who::Prefill, Mark::Ready),
                 Start(Who::Decode),
                 Seen(Who::Decode, Mark::Gate),
+                Seen(Who::Prefill, Mark::Room(100)),
+                Seen(Who::Prefill, Mark::Room(101)),
                 Close(Who::Prefill),
                 Ended(Who::Prefill),
                 // SGLang's decode knows a prefill anew only after it missed two heartbeats.
