@@ -116,6 +116,7 @@ fn an_abort_is_told_with_its_reason_and_its_ack() {
     assert_eq!((rooms(&said, "Success"), rooms(&said, "Failed")), (vec![100, 102], vec![101]));
     let failed = said.iter().find(|e| e["room"] == 101).unwrap();
     assert_eq!((failed["reason"].as_str(), failed["abort_ack"].as_bool()), (Some("Aborted by AbortReq."), Some(true)));
+    assert_eq!(failed["required_acks"], 1, "one of ours has a frame more: {failed}");
     let failed = served.iter().find(|e| e["room"] == 101).unwrap();
     assert_eq!(failed["reason"], "Aborted by decode-side abort notification.");
 }
