@@ -159,6 +159,37 @@ fn every_rank_is_a_process_and_the_worst_status_counts() {
 }
 
 #[test]
+fn every_rank_hears_sigterm_and_says_how_it_went() {
+    let port = free_port();
+    let mut p = Peer::start("prefill", port, "--rooms 100:1 --tp-size 2 --all-ranks --serve");
+    p.until("ready");
+    p.until("ready");
+    let pid = p.child.id().cast_signed();
+    // SAFETY: no pointers; the child was not waited for.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
+    let (status, said) = p.end();
+    assert_eq!(said.iter().filter(|e| e["event"] == "summary").count(), 2, "{said:?}");
+    assert_eq!(status.code(), Some(3), "its room never came: {said:?}");
+}
+
+/// As the program around SGLang is told its times.
+#[test]
+fn times_come_from_sglangs_variables_where_no_option_says_otherwise() {
+    let started = std::time::Instant::now();
+    let variable = "--env SGLANG_DISAGGREGATION_WAITING_TIMEOUT=1";
+    let [(d, said), _] = pair("--rooms 100:1", "--abort-at hang:0", variable);
+    assert_eq!(d.code(), Some(3));
+    let room = said.iter().find(|e| e["room"] == 100 && e["event"] == "room").unwrap();
+    assert!(room["reason"].as_str().unwrap().contains("timed out"), "{room}");
+    assert!(started.elapsed().as_secs() < 100, "the default is 300 s");
+    let odd = "--env SGLANG_DISAGGREGATION_WAITING_TIMEOUT=soon";
+    let (status, said) = Peer::start("decode", free_port(), &format!("--rooms 1:1 {odd}")).end();
+    let error = said.iter().find(|e| e["event"] == "error").unwrap();
+    assert_eq!(status.code(), Some(1));
+    assert!(error["reason"].as_str().unwrap().contains("SGLANG_DISAGGREGATION_WAITING_TIMEOUT=soon"), "{error}");
+}
+
+#[test]
 fn the_conversation_is_captured_and_printed() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let path = file.path().display();
