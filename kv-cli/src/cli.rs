@@ -59,7 +59,7 @@ pub enum Command {
     Sim(SimArgs),
     /// One rank of a room list, for the other side to be another implementation: the real SGLang (see interop/), or yours.
     #[command(subcommand)]
-    Peer(PeerCommand),
+    Peer(Box<PeerCommand>),
     /// Say which transports and devices work here, which do not, why, and what would change that.
     Doctor,
     /// Control messages.

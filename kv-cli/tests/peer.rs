@@ -116,6 +116,7 @@ fn an_abort_is_told_with_its_reason_and_its_ack() {
     assert_eq!((rooms(&said, "Success"), rooms(&said, "Failed")), (vec![100, 102], vec![101]));
     let failed = said.iter().find(|e| e["room"] == 101).unwrap();
     assert_eq!((failed["reason"].as_str(), failed["abort_ack"].as_bool()), (Some("Aborted by AbortReq."), Some(true)));
+    assert_eq!(failed["required_acks"], 1, "one of ours has a frame more: {failed}");
     let failed = served.iter().find(|e| e["room"] == 101).unwrap();
     assert_eq!(failed["reason"], "Aborted by decode-side abort notification.");
 }
@@ -155,6 +156,37 @@ fn every_rank_is_a_process_and_the_worst_status_counts() {
     assert_eq!((d.code(), p.code()), (Some(0), Some(0)), "{said:?} {served:?}");
     // Each room at both of decode's ranks, and at two of prefill's four.
     assert_eq!((rooms(&said, "Success").len(), rooms(&served, "Success").len()), (8, 8));
+}
+
+#[test]
+fn every_rank_hears_sigterm_and_says_how_it_went() {
+    let port = free_port();
+    let mut p = Peer::start("prefill", port, "--rooms 100:1 --tp-size 2 --all-ranks --serve");
+    p.until("ready");
+    p.until("ready");
+    let pid = p.child.id().cast_signed();
+    // SAFETY: no pointers; the child was not waited for.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGTERM) }, 0);
+    let (status, said) = p.end();
+    assert_eq!(said.iter().filter(|e| e["event"] == "summary").count(), 2, "{said:?}");
+    assert_eq!(status.code(), Some(3), "its room never came: {said:?}");
+}
+
+/// As the program around SGLang is told its times.
+#[test]
+fn times_come_from_sglangs_variables_where_no_option_says_otherwise() {
+    let started = std::time::Instant::now();
+    let variable = "--env SGLANG_DISAGGREGATION_WAITING_TIMEOUT=1";
+    let [(d, said), _] = pair("--rooms 100:1", "--abort-at hang:0", variable);
+    assert_eq!(d.code(), Some(3));
+    let room = said.iter().find(|e| e["room"] == 100 && e["event"] == "room").unwrap();
+    assert!(room["reason"].as_str().unwrap().contains("timed out"), "{room}");
+    assert!(started.elapsed().as_secs() < 100, "the default is 300 s");
+    let odd = "--env SGLANG_DISAGGREGATION_WAITING_TIMEOUT=soon";
+    let (status, said) = Peer::start("decode", free_port(), &format!("--rooms 1:1 {odd}")).end();
+    let error = said.iter().find(|e| e["event"] == "error").unwrap();
+    assert_eq!(status.code(), Some(1));
+    assert!(error["reason"].as_str().unwrap().contains("SGLANG_DISAGGREGATION_WAITING_TIMEOUT=soon"), "{error}");
 }
 
 #[test]

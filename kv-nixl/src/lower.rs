@@ -32,7 +32,7 @@ pub(crate) fn lower(core: &Arc<Core>, op: &WriteOp, peer: &Peer) -> Result<Small
     match transfers(core, op, peer, device_is_host) {
         Err(error) if device && error.kind == ErrorKind::Refused => {
             let requests = transfers(core, op, peer, !device_is_host).map_err(|_| error)?;
-            if !peer.device_is_host.fetch_xor(true, Ordering::Relaxed) {
+            if !peer.device_is_host.swap(!device_is_host, Ordering::Relaxed) {
                 let name = peer.name.to_string_lossy();
                 tracing::info!(peer = %name, "its device memory is registered as host memory with NIXL: written as that");
             }

@@ -263,9 +263,9 @@ pub struct PrefillArgs {
     /// Stay until standard input ends, or SIGTERM.
     #[arg(long)]
     pub serve: bool,
-    /// How long a room waits for decode's metadata, seconds.
-    #[arg(long, default_value_t = 300.0)]
-    pub boot_timeout: f64,
+    /// How long a room waits for decode's metadata, seconds. Default: SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, or 300.
+    #[arg(long)]
+    pub boot_timeout: Option<f64>,
 }
 
 /// `decode`.
@@ -298,15 +298,16 @@ pub struct DecodeArgs {
     /// Stay this long after the last room, seconds: a dummy prefill rank may not have got its metadata.
     #[arg(long, default_value_t = 1.0)]
     pub d_linger: f64,
-    /// How long a room waits after its metadata, seconds.
-    #[arg(long, default_value_t = 300.0)]
-    pub wait_timeout: f64,
-    /// Pages of a room that was aborted are free after this without an ACK, seconds.
-    #[arg(long, default_value_t = 30.0)]
-    pub release_timeout: f64,
-    /// Between two looks at the prefill server, seconds; at least 2.
-    #[arg(long, default_value_t = 5.0)]
-    pub heartbeat: f64,
+    /// How long a room waits after its metadata, seconds. Default: SGLANG_DISAGGREGATION_WAITING_TIMEOUT, or 300.
+    #[arg(long)]
+    pub wait_timeout: Option<f64>,
+    /// Pages of a room that was aborted are free after this without an ACK, seconds. Default:
+    /// SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT, or 30.
+    #[arg(long)]
+    pub release_timeout: Option<f64>,
+    /// Between two looks at the prefill server, seconds; at least 2. Default: SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL, or 5.
+    #[arg(long)]
+    pub heartbeat: Option<f64>,
     /// Send our extension to whoever prefill is, to show that 0.5.23 takes no notice of it.
     #[arg(long)]
     pub offer_extension: bool,
@@ -407,6 +408,26 @@ fn bad_abort(option: &str, text: &str) -> CliError {
 pub fn seconds(option: &str, s: f64) -> Result<Duration> {
     let bad = |_| CliError::new(format!("{option} {s} is no time")).hint("give seconds, like 2.5");
     Duration::try_from_secs_f64(s).map_err(bad)
+}
+
+impl DecodeArgs {
+    /// How long pages wait for an ACK.
+    pub fn release(&self) -> Result<Duration> {
+        time_of("--release-timeout", self.release_timeout, "DEFERRED_DECODE_KV_RELEASE_TIMEOUT", 30.0)
+    }
+}
+
+/// A time that SGLang takes from the environment, where no option says otherwise.
+pub fn time_of(option: &str, given: Option<f64>, variable: &str, default: f64) -> Result<Duration> {
+    let name = format!("SGLANG_DISAGGREGATION_{variable}");
+    match (given, std::env::var(&name).ok().filter(|v| !v.is_empty())) {
+        (Some(s), _) => seconds(option, s),
+        (None, Some(text)) => {
+            let bad = |_| CliError::new(format!("{name}={text} is no time")).hint("give seconds, like 2.5");
+            seconds(&name, text.parse().map_err(bad)?)
+        }
+        (None, None) => seconds(option, default),
+    }
 }
 
 #[cfg(test)]

@@ -42,9 +42,10 @@ impl Capture {
         self.acks.lock().unwrap_or_else(PoisonError::into_inner).get(&room).map_or(0, HashSet::len)
     }
 
-    /// An ABORT_ACK is the same in all dialects: tag, room, rank, generation (protocol 6.9).
+    /// An ABORT_ACK is the same in all dialects: tag, room, rank, generation (protocol 6.9); from one of ours, then its
+    /// extension.
     fn count(&self, frames: &[Bytes]) {
-        let [tag, room, rank, _] = frames else { return };
+        let [tag, room, rank, _, ..] = frames else { return };
         let room = std::str::from_utf8(room).ok().and_then(|r| r.parse().ok());
         if let (b"ABORT_ACK", Some(room)) = (&tag[..], room) {
             let mut acks = self.acks.lock().unwrap_or_else(PoisonError::into_inner);

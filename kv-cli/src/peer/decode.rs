@@ -11,7 +11,7 @@ use kv_transfer::topology::DecodeRank;
 use kv_transfer::{KvPoll, Room};
 use serde_json::{Value, json};
 
-use super::args::{Attn, Corrupt, DecodeAbort, DecodeArgs, Verify, seconds};
+use super::args::{Attn, Corrupt, DecodeAbort, DecodeArgs, Verify, seconds, time_of};
 use super::events::{Window, emit, ms};
 use super::input::{Input, kill_self};
 use super::store::Store;
@@ -87,8 +87,8 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
     let config = DecodeConfig {
         host: Some(common.host_ip.clone()),
         tap: Some(tap.clone()),
-        waiting_timeout: seconds("--wait-timeout", args.wait_timeout)?,
-        heartbeat_interval: seconds("--heartbeat", args.heartbeat)?,
+        waiting_timeout: time_of("--wait-timeout", args.wait_timeout, "WAITING_TIMEOUT", 300.0)?,
+        heartbeat_interval: time_of("--heartbeat", args.heartbeat, "HEARTBEAT_INTERVAL", 5.0)?,
         rank: DecodeRank {
             attn_tp_size: common.tp_size,
             engine_rank: common.tp_rank,
@@ -136,7 +136,7 @@ pub fn run(args: &DecodeArgs) -> Result<u8> {
         warm,
         window: Window::default(),
         hold: seconds("--hold", args.hold)?,
-        release: seconds("--release-timeout", args.release_timeout)?,
+        release: args.release()?,
     };
     decode.all(&rooms, &input, fd)?;
     let code = decode.finish()?;

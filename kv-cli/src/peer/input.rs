@@ -12,6 +12,17 @@ extern "C" fn on_term(_signal: libc::c_int) {
     TERMINATED.store(true, Ordering::Relaxed);
 }
 
+/// SIGTERM is [noted](terminated) from now on, and ends nothing.
+pub fn catch_sigterm() {
+    // SAFETY: the handler stores to an atomic, which is all that a handler may do.
+    unsafe { libc::signal(libc::SIGTERM, on_term as extern "C" fn(libc::c_int) as libc::sighandler_t) };
+}
+
+/// SIGTERM came.
+pub fn terminated() -> bool {
+    TERMINATED.load(Ordering::Relaxed)
+}
+
 /// Lines seen so far.
 #[derive(Clone, Debug, Default)]
 pub struct Input(Arc<Seen>);
@@ -25,8 +36,7 @@ struct Seen {
 impl Input {
     /// Read from now on, on a thread of its own; and catch SIGTERM.
     pub fn start() -> Self {
-        // SAFETY: the handler stores to an atomic, which is all that a handler may do.
-        unsafe { libc::signal(libc::SIGTERM, on_term as extern "C" fn(libc::c_int) as libc::sighandler_t) };
+        catch_sigterm();
         let input = Self::default();
         let seen = input.0.clone();
         std::thread::spawn(move || {
@@ -53,7 +63,7 @@ impl Input {
 
     /// SIGTERM came.
     pub fn terminated(&self) -> bool {
-        TERMINATED.load(Ordering::Relaxed)
+        terminated()
     }
 
     /// Block until standard input ends, or SIGTERM.

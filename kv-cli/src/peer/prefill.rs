@@ -9,7 +9,7 @@ use kv_transfer::manager::{KvSender, PrefillConfig, PrefillIdentity, PrefillMana
 use kv_transfer::{KvPoll, Room};
 use serde_json::json;
 
-use super::args::{PrefillAbort, PrefillArgs, seconds};
+use super::args::{PrefillAbort, PrefillArgs, seconds, time_of};
 use super::events::{Window, emit, ms};
 use super::input::{Input, kill_self};
 use super::store::Store;
@@ -102,7 +102,7 @@ pub fn run(args: &PrefillArgs) -> Result<u8> {
         host: Some(common.host_ip.clone()),
         tap: Some(capture::tap(common)?),
         load_balance_method: common.load_balance_method.clone(),
-        bootstrap_timeout: seconds("--boot-timeout", args.boot_timeout)?,
+        bootstrap_timeout: time_of("--boot-timeout", args.boot_timeout, "BOOTSTRAP_TIMEOUT", 300.0)?,
         identity: PrefillIdentity {
             attn_tp: (common.tp_size, common.tp_rank),
             pp: (common.pp_size, common.pp_rank),

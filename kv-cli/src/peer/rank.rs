@@ -83,7 +83,7 @@ impl Dressed {
     /// For a decode rank.
     pub fn new(inner: Arc<dyn ManagerHooks>, args: &DecodeArgs) -> Result<Arc<Self>> {
         let vram = args.common.mem_kind != MemKind::Dram && args.common.backend == "nixl";
-        let release = seconds("--release-timeout", args.release_timeout)?;
+        let release = args.release()?;
         Ok(Arc::new(Self { inner, offer: args.offer_extension, vram, release }))
     }
 

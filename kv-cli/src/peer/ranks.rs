@@ -2,9 +2,11 @@
 
 use std::io::BufRead as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::time::Duration;
 
 use super::args::CommonArgs;
+use super::input::{catch_sigterm, terminated};
 use crate::error::{CliError, Result};
 
 /// Ranks of a role.
@@ -48,13 +50,33 @@ pub fn run(args: &CommonArgs) -> Result<ExitCode> {
             }
         }
     }
+    catch_sigterm();
     let inputs: Vec<_> = children.iter_mut().filter_map(|c| c.stdin.take()).collect();
     std::thread::spawn(move || hand_on(inputs));
-    let mut worst = 0;
-    for child in &mut children {
-        worst = worst.max(status(child)?);
+    wait(children).map(ExitCode::from)
+}
+
+/// Until all have ended; the largest status. SIGTERM is for all of them.
+fn wait(mut children: Vec<Child>) -> Result<u8> {
+    let (mut worst, mut told) = (0, false);
+    while !children.is_empty() {
+        let mut left = Vec::new();
+        for mut child in children {
+            match child.try_wait().map_err(|e| CliError::new(format!("a rank's status is lost: {e}")))? {
+                Some(status) => worst = worst.max(code(status)),
+                None => left.push(child),
+            }
+        }
+        children = left;
+        if terminated() && !std::mem::replace(&mut told, true) {
+            for child in &children {
+                // SAFETY: no pointers; it was not waited for, so the number is still its own.
+                unsafe { libc::kill(child.id().cast_signed(), libc::SIGTERM) };
+            }
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
-    Ok(ExitCode::from(worst))
+    Ok(worst)
 }
 
 /// Every line to every rank; they all see the end.
@@ -66,8 +88,6 @@ fn hand_on(mut to: Vec<impl std::io::Write>) {
     }
 }
 
-fn status(child: &mut Child) -> Result<u8> {
-    let status = child.wait().map_err(|e| CliError::new(format!("a rank's status is lost: {e}")))?;
-    let code = status.code().or(status.signal()).unwrap_or(1);
-    Ok(u8::try_from(code).unwrap_or(1))
+fn code(status: ExitStatus) -> u8 {
+    u8::try_from(status.code().or(status.signal()).unwrap_or(1)).unwrap_or(1)
 }

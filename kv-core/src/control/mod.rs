@@ -27,7 +27,7 @@ pub type Multipart = SmallVec<[Bytes; 12]>;
 pub enum ControlEvent {
     /// A whole message arrived. Messages carry no sender; what they claim is inside.
     Message(Multipart),
-    /// The connection to this endpoint broke. Messages sent to it may be lost.
+    /// The connection to this endpoint broke, or could not be made again. Messages sent to it may be lost.
     PeerLost(Endpoint, String),
 }
 

@@ -36,7 +36,7 @@ impl DecodeManager {
         hooks: Arc<dyn ManagerHooks>,
         layout: LocalLayout,
     ) -> Result<Self, ManagerError> {
-        let of = Serving::one(transport.clone())?;
+        let of = Serving::one(transport.clone(), hooks.dialect().registers_once())?;
         let (core, sockets) = Core::bind(
             config.host.as_deref(),
             &config.limits,

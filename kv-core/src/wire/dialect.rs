@@ -110,6 +110,12 @@ pub trait Dialect: Send + Sync {
         common::encode_bootstrap(message)
     }
 
+    /// A prefill of 0.5.23 takes no second registration of a name that it knows: it goes on writing to what the first one
+    /// announced.
+    fn registers_once(&self) -> bool {
+        false
+    }
+
     /// How many frames a message of this kind has when every optional one is there.
     fn frames(&self, kind: MessageKind) -> usize {
         ext::common_frames(kind)

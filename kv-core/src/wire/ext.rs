@@ -281,8 +281,12 @@ pub(crate) const fn common_frames(kind: MessageKind) -> usize {
     }
 }
 
-/// Puts an extension behind `full` frames; optional frames that are missing are padded with empty ones.
+/// Puts an extension behind `full` frames; optional frames that are missing are padded with empty ones. It takes the place of
+/// one that is there.
 pub(crate) fn attach(frames: &mut Multipart, full: usize, extension: Bytes) -> Result<(), WireError> {
+    if frames.len() == full + 1 && detach(frames, full)?.is_some() {
+        frames.pop();
+    }
     if frames.len() > full {
         return Err(unsupported("extension", format!("{} frames, the message has {full}", frames.len())));
     }

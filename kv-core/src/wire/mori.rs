@@ -113,6 +113,10 @@ impl Dialect for MoriDialect {
         "mori"
     }
 
+    fn registers_once(&self) -> bool {
+        true
+    }
+
     fn frames(&self, kind: MessageKind) -> usize {
         match kind {
             MessageKind::Registration => 18,

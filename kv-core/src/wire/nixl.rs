@@ -152,6 +152,10 @@ impl Dialect for NixlDialect {
         self.name
     }
 
+    fn registers_once(&self) -> bool {
+        self.guard == NIXL_GUARD
+    }
+
     fn encode_registration(&self, message: &Registration) -> Result<Multipart, WireError> {
         geometry::check(message)?;
         let elsewhere = |kind: &MemoryKind| match kind {

@@ -281,6 +281,25 @@ fn r_d7_a_lost_prefill_fails_its_rooms_and_is_registered_anew() {
     assert_eq!(w.d[0].stats.peers_registered.get(), 2);
 }
 
+/// A process that is killed takes its connections with it, seconds before its heartbeats are missed. Nobody calls it then.
+#[test]
+fn cat_f53_a_prefill_whose_connection_broke_is_let_go_of_when_it_is_lost() {
+    let mut w = world();
+    let r = w.receiver(0, 7);
+    w.run();
+    let (d, p) = (w.d[0].endpoint.clone(), w.p[0].endpoint.clone());
+    w.net.lose_peer(&d, &p, "gone");
+    w.run();
+    assert!(w.net.links().contains(&(d.clone(), p.clone())), "it may come back");
+    w.d[0].directory.node_lost("p:8998");
+    w.run();
+    assert_eq!(r.poll(), FAILED);
+    assert!(!w.net.links().contains(&(d, p)), "{:?}", w.net.links());
+    w.clear_d(0, &r);
+    w.run();
+    w.assert_nothing_held();
+}
+
 #[test]
 fn cat_f31_a_prefill_lost_before_metadata_fails_the_room_before_any_is_sent() {
     let mut w = world();

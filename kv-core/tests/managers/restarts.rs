@@ -25,6 +25,27 @@ fn r_d7_the_next_room_goes_to_the_successor_of_a_prefill_rank_at_another_port() 
     }
 }
 
+/// A room that comes before the registry knows of the successor gets the dead rank's address once more. That nobody is there
+/// is noticed, so that the rooms after it do not go there too.
+#[test]
+fn r_d7_a_room_between_a_rank_and_its_successor_does_not_keep_the_old_address() {
+    let mut cluster = Cluster::new();
+    let d = cluster.decode(DecodeConfig::default());
+    let lost = |n| until("a look at the dead rank", || d.manager.stats().connections_lost.get() == n);
+    let p = cluster.prefill(PrefillConfig::default());
+    let first = asked(&cluster, &d, 1);
+    drop(p);
+    lost(1);
+    let between = asked(&cluster, &d, 2);
+    lost(2);
+    let p = cluster.prefill(PrefillConfig::default());
+    let receiver = asked(&cluster, &d, 3);
+    let sender = p.manager.sender(room(3), &cluster.addr()).unwrap();
+    send(&sender);
+    assert_eq!(receiver.wait_timeout(HANG), KvPoll::Success, "{:?}", receiver.failure());
+    drop((first, between));
+}
+
 /// A prefill rank as 0.5.23: its frames are read, and it answers nothing.
 struct Sglang(zmq::Socket);
 

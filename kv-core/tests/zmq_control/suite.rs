@@ -494,17 +494,20 @@ fn cat_f53_a_prefill_peer_that_restarts_is_found_again_and_a_closed_one_is_left_
     pull.set_rcvtimeo(60_000).unwrap();
     let got: Multipart = pull.recv_multipart(0).unwrap().into_iter().map(Bytes::from).collect();
     assert_eq!(number_of(&got), (3, 0));
+    let mut events = Vec::new();
+    outbox.poll_events(99, &mut events);
     outbox.close(&to);
     assert!(outbox.is_empty());
     until("the end of the connection", || connections_to(to.port()) == 0);
-    let mut events = Vec::new();
+    events.clear();
     outbox.poll_events(9, &mut events);
     assert_eq!(events, [], "a close that was asked for is no loss");
 }
 
-/// What it was sent may be lost, and the process that comes next knows nothing of it.
+/// What it was sent may be lost, and the process that comes next knows nothing of it. As long as nobody is there it is said
+/// again: whoever asked a registry meanwhile may have got the old address.
 #[test]
-fn r_d7_a_connection_to_prefill_that_breaks_is_reported_once_and_made_again() {
+fn r_d7_a_connection_to_prefill_that_breaks_is_reported_until_it_is_made_again() {
     let limits = Limits::default();
     let (mut first, to) = inbox("127.0.0.1", &limits);
     let outbox = driven(PushRole::ToPrefill, &limits, true);
@@ -514,6 +517,8 @@ fn r_d7_a_connection_to_prefill_that_breaks_is_reported_once_and_made_again() {
     assert_eq!(until_lost(&outbox), (to.clone(), "the peer closed the connection".to_owned()));
     assert!(outbox.contains(&to), "it is called again");
     outbox.send(&to, numbered(3, 1)).unwrap();
+    assert_eq!(until_lost(&outbox).0, to, "nobody is there");
+    assert!(outbox.contains(&to), "and again");
     let raw = zmq::Context::new();
     let pull = raw.socket(zmq::PULL).unwrap();
     until("the port", || pull.bind(&to.zmq_uri()).is_ok());
@@ -521,8 +526,11 @@ fn r_d7_a_connection_to_prefill_that_breaks_is_reported_once_and_made_again() {
     let got: Multipart = pull.recv_multipart(0).unwrap().into_iter().map(Bytes::from).collect();
     assert_eq!(number_of(&got), (3, 1));
     let mut events = Vec::new();
+    outbox.poll_events(99, &mut events);
+    events.clear();
+    std::thread::sleep(std::time::Duration::from_millis(200));
     outbox.poll_events(9, &mut events);
-    assert_eq!((events, outbox.counters().lost, outbox.counters().opened), (Vec::new(), 1, 1));
+    assert_eq!((events, outbox.counters().opened), (Vec::new(), 1), "it is up, and was the same all along");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Decode's shard: receiver rooms, registrations, metadata, ABORTs and their ACKs.
 
+use self::registering::Registered;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -134,7 +135,7 @@ pub struct DecodeShard {
     dead: HashMap<ProcessGeneration, (Timestamp, bool)>,
     next_token: u64,
     /// Connection-pool keys we registered with.
-    registered: HashMap<String, Arc<PrefillPeers>>,
+    registered: HashMap<String, Registered>,
     generation: u64,
     timers: Timers<RoomKey>,
     outgoing: Outgoing,
@@ -212,7 +213,7 @@ impl DecodeShard {
             named: self.by_room.len(),
             generations: self.by_generation.len(),
             resolving: self.resolving.len() + self.looking.len(),
-            registered: self.registered.len(),
+            registered: self.registered.values().filter(|r| !r.forgotten).count(),
         }
     }
 
@@ -244,9 +245,11 @@ impl DecodeShard {
                 ControlEvent::PeerLost(endpoint, reason) => {
                     // Heartbeats decide whether the server is lost; the socket reconnects on its own. But a registration
                     // may be lost with it, and the next process there, or elsewhere, knows of none.
+                    // It may take the registry seconds to know that process: so again each time that nobody is there.
                     tracing::debug!("connection to prefill {endpoint} broke, the next room registers again: {reason}");
-                    self.stats.connections_lost.inc();
-                    self.forget_all_at(&endpoint);
+                    if self.forget_all_at(&endpoint) {
+                        self.stats.connections_lost.inc();
+                    }
                 }
             }
         }
@@ -366,7 +369,7 @@ impl DecodeShard {
                 let lost: Vec<String> = self
                     .registered
                     .iter()
-                    .filter(|(_, p)| p.bootstrap_addr == bootstrap_addr)
+                    .filter(|(_, r)| r.peers.bootstrap_addr == bootstrap_addr)
                     .map(|(k, _)| k.clone())
                     .collect();
                 for key in lost {

@@ -30,7 +30,7 @@ impl Links for LibzmqLinks {
         let max_queue = i32::try_from(max_queue).unwrap_or(i32::MAX);
         let push = context.socket(sys::ZMQ_PUSH).map_err(|e| ZmqError::system("create a PUSH socket", e))?;
         set_options(&push, role, target.ipv6, max_queue).map_err(|e| ZmqError::system("set PUSH options", e))?;
-        let monitor = watch(context, &push, role).map_err(|e| ZmqError::system("monitor a PUSH socket", e))?;
+        let monitor = watch(context, &push).map_err(|e| ZmqError::system("monitor a PUSH socket", e))?;
         push.connect(&format!("tcp://{}:{port}", target.text)).map_err(|e| ZmqError::system("connect", e))?;
         Ok(LibzmqLink { push, monitor, up: false, broke: None, role, token })
     }
@@ -111,11 +111,10 @@ impl Link for LibzmqLink {
                 Some(sys::ZMQ_EVENT_CLOSED) => "the connection was refused",
                 _ => continue,
             };
-            let was_up = std::mem::take(&mut self.up);
+            self.up = false;
             match self.role {
                 PushRole::ToDecode => return Seen::Lost(lost.to_owned()),
-                PushRole::ToPrefill if was_up => self.broke = Some(lost.to_owned()),
-                PushRole::ToPrefill => {}
+                PushRole::ToPrefill => self.broke = Some(lost.to_owned()),
             }
         }
     }
@@ -164,16 +163,12 @@ fn set_options(socket: &Socket, role: PushRole, ipv6: bool, max_queue: i32) -> R
     }
 }
 
-fn watch(context: &ZmqContext, push: &Socket, role: PushRole) -> Result<Socket, zmq::Error> {
+fn watch(context: &ZmqContext, push: &Socket) -> Result<Socket, zmq::Error> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     // Unique in the process, hence in the context.
     let address = format!("inproc://kv-monitor-{}", NEXT.fetch_add(1, Ordering::Relaxed));
-    let events = sys::ZMQ_EVENT_HANDSHAKE_SUCCEEDED | sys::ZMQ_EVENT_DISCONNECTED;
-    let events = match role {
-        // One attempt, so a descriptor closed before the handshake is its end.
-        PushRole::ToDecode => events | sys::ZMQ_EVENT_CLOSED,
-        PushRole::ToPrefill => events,
-    };
+    // A descriptor closed before the handshake is the end of an attempt.
+    let events = sys::ZMQ_EVENT_HANDSHAKE_SUCCEEDED | sys::ZMQ_EVENT_DISCONNECTED | sys::ZMQ_EVENT_CLOSED;
     push.monitor(&address, events as i32)?;
     let monitor = context.socket(sys::ZMQ_PAIR)?;
     // libzmq's I/O thread *waits* for room in a full monitor, which would stop every connection of the context.

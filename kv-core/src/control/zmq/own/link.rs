@@ -147,7 +147,7 @@ impl OwnLink {
         if let Some(sock) = self.sock.take() {
             self.epoll.remove(&sock);
         }
-        let was_up = std::mem::replace(&mut self.stage, Stage::Down) == Stage::Up;
+        self.stage = Stage::Down;
         self.next = None;
         // Messages that the kernel took whole may be lost with it; one of which it took a part starts again.
         self.forget(self.whole);
@@ -156,9 +156,7 @@ impl OwnLink {
             PushRole::ToDecode => self.lost = Some(reason),
             PushRole::ToPrefill => {
                 tracing::debug!("control connection to {}: {reason}", self.address);
-                if was_up {
-                    self.broke = Some(reason);
-                }
+                self.broke = Some(reason);
             }
         }
     }
