@@ -10,7 +10,7 @@ const RDMA: &str = "/sys/class/infiniband";
 const PROGRESS: (&str, u64) = ("MC_TCP_PROGRESS_TIMEOUT_SEC", 30);
 const STATUS: (&str, u64) = ("MC_TCP_STATUS_TIMEOUT_SEC", 30);
 /// The library has no more connections to one peer, whatever is set.
-const MOST_CONNECTIONS: usize = 16;
+pub(crate) const MOST_CONNECTIONS: usize = 16;
 /// What ours is above the library's.
 const MARGIN: Duration = Duration::from_secs(5);
 
