@@ -65,6 +65,7 @@ impl Core {
         lock(&self.peers).insert(id, Arc::clone(&peer));
         stats::add(&self.counters.peers, 1);
         self.keeper.watch(&peer);
+        self.supersede_parted(&peer);
         Ok(id)
     }
 

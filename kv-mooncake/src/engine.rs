@@ -75,9 +75,8 @@ impl Engine {
                 api.path().display()
             )));
         }
-        if environment::unacknowledged() {
-            let text = "MC_TCP_PROTO=1 turns acknowledgements off, and nothing could be proven about writes: unset it";
-            return Err(unavailable(text.into()));
+        if let Some(why) = environment::forbidden() {
+            return Err(unavailable(why.into()));
         }
         let wrapped = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.into() };
         let c_host = CString::new(wrapped).map_err(|e| unavailable(e.to_string()))?;

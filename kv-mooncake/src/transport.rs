@@ -204,6 +204,7 @@ impl Core {
             stats::sub(&self.counters.peers, 1);
             let runs = peer.process.as_ref().is_some_and(|p| !p.exited()) && !peer.dead();
             if runs {
+                self.supersede_parted(peer);
                 lock(&self.parted).insert(peer.id, Arc::clone(peer));
             }
             // It may have ended just now.
@@ -212,6 +213,13 @@ impl Core {
                 self.keeper.unwatch(peer);
             }
         }
+    }
+
+    /// Of generations of one process at one session the last one sees to the library's connections, when it ends.
+    pub(crate) fn supersede_parted(&self, by: &Peer) {
+        let older = |p: &Arc<Peer>| p.name == by.name && p.host == by.host && p.id != by.id;
+        let gone: Vec<_> = lock(&self.parted).extract_if(|_, p| older(p)).collect();
+        gone.iter().for_each(|(_, p)| self.keeper.unwatch(p));
     }
 
     /// The process of a generation that is forgotten has ended.

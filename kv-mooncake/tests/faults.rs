@@ -355,3 +355,31 @@ fn thousands_of_descriptors_to_one_peer_go_within_the_limit() {
     assert!(done.iter().all(fine), "{done:?}");
     assert_eq!(s.transport.tasks_outstanding(peer), 0);
 }
+
+/// The library hangs for ever in a few of such batches when it is given 2,500 tasks at once or more.
+#[test]
+#[ignore = "a minute or two: cargo test -p kv-transfer-mooncake --test faults -- --ignored"]
+fn a_thousand_batches_of_4000_descriptors_all_arrive() {
+    if !available("a_thousand_batches_of_4000_descriptors_all_arrive") {
+        return;
+    }
+    let mut target = Remote::new(1, 8 * M);
+    let mut s = Source::new(config(), 4 * M);
+    let peer = s.connect(&target.descriptor);
+    let plan = pieces(&s, target.block.addr, 4000, 1024);
+    let start = std::time::Instant::now();
+    let mut longest = Duration::ZERO;
+    for _ in 0..1000 {
+        let began = start.elapsed();
+        let id = s.submit(peer, plan.clone()).unwrap();
+        assert_eq!(s.outcome(id), Outcome::Done);
+        longest = longest.max(start.elapsed() - began);
+        s.seen.clear();
+    }
+    println!("1000 batches of 4000 descriptors of 1 KiB: {:?}, the longest {longest:?}", start.elapsed());
+    assert_eq!(s.transport.tasks_outstanding(peer), 0);
+    let got = target.bytes(0, 8 * M - 1024);
+    for i in 0..4000 {
+        assert_eq!(got[2 * i * 1024..][..1024], s.memory.read(i * 1024, 1024), "piece {i}");
+    }
+}
