@@ -2,7 +2,7 @@
 
 use std::ffi::CString;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use kv_core::host::ProcessHandle;
@@ -60,11 +60,12 @@ impl Core {
             open: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
             state: Mutex::new(State::Live),
-            lost_at: OnceLock::new(),
+            failed: AtomicBool::new(false),
         });
         lock(&self.peers).insert(id, Arc::clone(&peer));
         stats::add(&self.counters.peers, 1);
         self.keeper.watch(&peer);
+        self.supersede_parted(&peer);
         Ok(id)
     }
 

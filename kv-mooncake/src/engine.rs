@@ -48,6 +48,8 @@ pub(crate) struct Piece {
 
 /// Bytes of ours that a first contact reads into; registered, since RDMA asks for that.
 const SCRATCH: usize = 4096;
+/// Bytes that a first contact reads, a connection. At most [`SCRATCH`] in all, and far from the library's limits.
+const GREETINGS: usize = 48;
 
 pub(crate) struct Engine {
     api: Api,
@@ -73,9 +75,8 @@ impl Engine {
                 api.path().display()
             )));
         }
-        if environment::unacknowledged() {
-            let text = "MC_TCP_PROTO=1 turns acknowledgements off, and nothing could be proven about writes: unset it";
-            return Err(unavailable(text.into()));
+        if let Some(why) = environment::forbidden() {
+            return Err(unavailable(why.into()));
         }
         let wrapped = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host.into() };
         let c_host = CString::new(wrapped).map_err(|e| unavailable(e.to_string()))?;
@@ -195,19 +196,24 @@ impl Engine {
     /// Start to read a byte of a peer's memory on each connection to it; numbers of the tasks. What is read is of no use:
     /// connections to a process that is gone break over it, and are closed.
     pub fn poke(&self, segment: Segment, addr: u64) -> Result<(Batch, VecDeque<u32>), &'static str> {
+        self.read_bytes(segment, addr, environment::connections())
+    }
+
+    fn read_bytes(&self, segment: Segment, addr: u64, n: usize) -> Result<(Batch, VecDeque<u32>), &'static str> {
         let piece = |i: usize| Piece { source: self.scratch + i as u64, target: addr, len: 1 };
-        let pieces: Vec<Piece> = (0..environment::connections()).map(piece).collect();
+        let pieces: Vec<Piece> = (0..n).map(piece).collect();
         let (batch, submitted) = self.submit(segment, READ, &pieces).ok_or("no batch")?;
         // On a code it is kept: what of it was started is not known.
         submitted.map(|()| (batch, (0..pieces.len() as u32).collect())).map_err(Code::name)
     }
 
-    /// [`poke`](Self::poke) until all of it succeeds: then every connection leads to the peer as it is now, and is there for
-    /// the first write.
+    /// Read bytes of a peer's memory until all of that succeeds: then every connection leads to the peer as it is now, and is
+    /// there for the first write. The library connects one at a time, and only while something waits for a connection: so there
+    /// is a lot to read.
     pub fn greet(&self, segment: Segment, addr: u64, patience: Duration) -> Result<(), &'static str> {
         let until = Instant::now() + patience;
         loop {
-            let (batch, tasks) = self.poke(segment, addr)?;
+            let (batch, tasks) = self.read_bytes(segment, addr, GREETINGS * environment::connections())?;
             let mut failed = None;
             for number in tasks {
                 loop {

@@ -1,5 +1,6 @@
 //! What the library reads from the environment.
 
+use std::ffi::OsString;
 use std::path::Path;
 use std::sync::Once;
 use std::time::Duration;
@@ -10,7 +11,7 @@ const RDMA: &str = "/sys/class/infiniband";
 const PROGRESS: (&str, u64) = ("MC_TCP_PROGRESS_TIMEOUT_SEC", 30);
 const STATUS: (&str, u64) = ("MC_TCP_STATUS_TIMEOUT_SEC", 30);
 /// The library has no more connections to one peer, whatever is set.
-const MOST_CONNECTIONS: usize = 16;
+pub(crate) const MOST_CONNECTIONS: usize = 16;
 /// What ours is above the library's.
 const MARGIN: Duration = Duration::from_secs(5);
 
@@ -68,9 +69,28 @@ pub(crate) fn forces_tcp() -> bool {
     std::env::var_os("MC_FORCE_TCP").is_some()
 }
 
-/// Whether the user wants TCP without acknowledgements, which proves nothing.
-pub(crate) fn unacknowledged() -> bool {
-    std::env::var_os("MC_TCP_PROTO").is_some_and(|v| v == "1")
+/// What the user has set under which nothing could be proven, or no peer be looked at before the library reads it.
+pub(crate) fn forbidden() -> Option<&'static str> {
+    why_forbidden(|name| std::env::var_os(name))
+}
+
+fn why_forbidden(get: impl Fn(&str) -> Option<OsString>) -> Option<&'static str> {
+    if get("MC_TCP_PROTO").is_some_and(|v| v == "1") {
+        return Some("MC_TCP_PROTO=1 turns acknowledgements off, and nothing could be proven about writes: unset it");
+    }
+    if get("MC_DISABLE_METACACHE").is_some() {
+        return Some(
+            "MC_DISABLE_METACACHE has the library ask a peer for its descriptor inside each submission: it blocks there, \
+             and an odd answer ends this process; unset it",
+        );
+    }
+    if get("MC_TE_METADATA_REFRESH_INTERVAL_SECONDS").is_some_and(|v| v != "0") {
+        return Some(
+            "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS has the library take a restarted peer for the one it knew, behind our \
+             back; unset it",
+        );
+    }
+    None
 }
 
 /// Whether the user turned connection reuse off: each submission then connects first.
@@ -82,6 +102,18 @@ pub(crate) fn connects_each_time() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn settings_that_undo_proofs_are_named() {
+        let with = |name: &'static str, value: &'static str| {
+            why_forbidden(move |asked| (asked == name).then(|| value.into())).is_some_and(|why| why.contains(name))
+        };
+        assert!(with("MC_TCP_PROTO", "1") && !with("MC_TCP_PROTO", "2"));
+        // It counts by being there.
+        assert!(with("MC_DISABLE_METACACHE", "0"));
+        assert!(with("MC_TE_METADATA_REFRESH_INTERVAL_SECONDS", "5"));
+        assert!(!with("MC_TE_METADATA_REFRESH_INTERVAL_SECONDS", "0"));
+    }
 
     #[test]
     fn rdma_is_never_silently_off() {

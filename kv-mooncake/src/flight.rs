@@ -9,6 +9,7 @@ use kv_core::transport::{TransportError, TransportErrorKind as ErrorKind, WriteO
 use mooncake_sys::Batch;
 
 use crate::engine::{Piece, Task};
+use crate::environment::MOST_CONNECTIONS;
 use crate::peer::Peer;
 use crate::stats;
 use crate::transport::Core;
@@ -16,6 +17,17 @@ use crate::transport::Core;
 /// Tasks found going before the rest is left for the next look: the library has one on each of its connections, and they
 /// end in about the order in which they began.
 pub(crate) const GOING_SEEN: usize = 8;
+
+/// Another look, for failures alone, at tasks of `older` flights that were found going: before an acknowledgement that was
+/// seen after them is believed.
+///
+/// An acknowledgement by a successor comes over a connection that the library made after one to its predecessor broke. The
+/// task which that broke was given to the library before, and is called failed before.
+pub(crate) fn look_again<'a>(core: &Core, older: impl Iterator<Item = &'a Flight>) {
+    for flight in older {
+        flight.note_failure(core);
+    }
+}
 
 /// Tasks that the library got at once. Without a destructor: see [`crate::engine`].
 struct Group {
@@ -37,6 +49,10 @@ pub(crate) struct Flight {
     groups: VecDeque<Group>,
     /// The first thing that went wrong with what the library has.
     failed: Option<TransportError>,
+    /// Tasks were seen acknowledged, and nobody has asked yet by whom.
+    fresh: bool,
+    /// That its source is quiet was told, and nothing of its destination.
+    pub told_source: bool,
     /// When something of it last moved.
     pub since: Instant,
 }
@@ -56,7 +72,18 @@ pub(crate) enum Stand {
 
 impl Flight {
     pub fn new(op: WriteOp, peer: Arc<Peer>, pieces: Vec<Piece>, now: Instant) -> Self {
-        Self { op, peer, pieces, posted: 0, cut: false, groups: VecDeque::new(), failed: None, since: now }
+        Self {
+            op,
+            peer,
+            pieces,
+            posted: 0,
+            cut: false,
+            groups: VecDeque::new(),
+            failed: None,
+            fresh: false,
+            told_source: false,
+            since: now,
+        }
     }
 
     /// Whether the library has tasks of it that were not seen to end.
@@ -93,7 +120,8 @@ impl Flight {
 
     /// Give the library as much as there is room for. Whether it has all of it now.
     pub fn post(&mut self, core: &Core, now: Instant) -> bool {
-        while self.waits() && self.failed.is_none() {
+        // What failed may be another op's, and news to nobody yet.
+        while self.waits() && !self.peer.failed.load(Ordering::SeqCst) {
             let wanted = (self.pieces.len() - self.posted).min(core.config.batch());
             let room = self.peer.window.take(wanted, core.config.tasks(), core.config.confirm_after, now);
             if room == 0 {
@@ -118,6 +146,7 @@ impl Flight {
     }
 
     fn fail(&mut self, why: &str) {
+        self.peer.failed.store(true, Ordering::SeqCst);
         if self.failed.is_none() {
             let text = format!("write to {}: {why}", self.peer.name);
             self.failed = Some(TransportError::new(ErrorKind::Backend, text));
@@ -126,7 +155,6 @@ impl Flight {
 
     /// Look at tasks that were not seen to end, until `seen` of them were found going. Batches that arrived are let go of.
     pub fn sweep(&mut self, core: &Core, seen: &mut usize, now: Instant) {
-        let vouched = self.peer.vouches(now);
         let mut failed = None;
         let (mut ended, mut arrived) = (0, false);
         for group in &mut self.groups {
@@ -146,11 +174,7 @@ impl Flight {
                         failed.get_or_insert(why);
                         continue;
                     }
-                    Task::Done if vouched => arrived = true,
-                    Task::Done => {
-                        group.failed = true;
-                        failed.get_or_insert("it arrived after the peer was lost, so perhaps at its successor");
-                    }
+                    Task::Done => arrived = true,
                     Task::Failed(why) => {
                         group.failed = true;
                         failed.get_or_insert(why);
@@ -170,12 +194,46 @@ impl Flight {
             }
             !over
         });
+        self.fresh |= arrived;
         if ended > 0 {
             self.since = now;
             self.peer.window.give(ended, arrived, now);
         }
         if let Some(why) = failed {
             self.fail(why);
+        }
+    }
+
+    /// Acknowledgements of it were seen that are not believed yet.
+    pub fn fresh(&self) -> bool {
+        self.fresh
+    }
+
+    fn note_failure(&self, core: &Core) {
+        let open = self.groups.iter().flat_map(|g| g.open.iter().map(move |number| (g.batch, *number)));
+        let failed = |(batch, number)| matches!(core.engine.task(batch, number), Task::Failed(_));
+        if open.take(MOST_CONNECTIONS).any(failed) {
+            self.peer.failed.store(true, Ordering::SeqCst);
+        }
+    }
+
+    /// Believe the acknowledgements that were seen, or not.
+    pub fn judge(&mut self) {
+        if std::mem::take(&mut self.fresh) && !self.peer.vouches() {
+            self.fail("it was acknowledged after the peer was lost, so perhaps by its successor");
+        }
+    }
+
+    /// All of it has ended, and nothing reads its source any more.
+    pub fn source_is_quiet(&self) -> bool {
+        !self.going() && self.peer.ended_is_read()
+    }
+
+    /// Keep of what has ended only what a proof is for.
+    pub fn shed(&mut self, core: &Core) {
+        if self.source_is_quiet() {
+            std::mem::take(&mut self.groups).into_iter().for_each(|g| core.engine.free(g.batch));
+            (self.pieces, self.posted) = (Vec::new(), 0);
         }
     }
 

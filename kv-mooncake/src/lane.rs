@@ -19,7 +19,7 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
-use crate::flight::{Flight, GOING_SEEN, Stand};
+use crate::flight::{Flight, GOING_SEEN, Stand, look_again};
 use crate::lower::lower;
 use crate::peer::{Peer, State};
 use crate::stats;
@@ -169,20 +169,34 @@ impl MooncakeLane {
         flight.release(&self.core);
     }
 
-    /// Nothing is proven about it.
-    fn unresolved(&mut self, flight: Flight, error: TransportError) {
+    /// Nothing is proven about its destination, nor about its source while any of it goes on.
+    fn unresolved(&mut self, mut flight: Flight, error: TransportError) {
         stats::add(&self.core.counters.ops_unresolved, 1);
         stats::add(&self.core.counters.ops_retained, 1);
-        self.tell(LaneEvent::Outcome(flight.op.id, Outcome::Unresolved { error }));
+        let outcome = match flight.source_is_quiet() {
+            true => Outcome::Failed { src_quiet: true, dst_quiet: false, error },
+            false => Outcome::Unresolved { error },
+        };
+        flight.told_source |= flight.source_is_quiet();
+        self.tell(LaneEvent::Outcome(flight.op.id, outcome));
         self.keep(flight);
     }
 
     /// What was reported unresolved goes where it is looked at, or waits for a death; or it is over.
-    fn keep(&mut self, flight: Flight) {
+    fn keep(&mut self, mut flight: Flight) {
         match flight.stand() {
             Stand::Open => self.overdue.push(flight),
             Stand::Failed if flight.peer.dead() => self.settle(flight, Settlement::PeerGenerationDead),
-            Stand::Failed => self.retained.push(flight),
+            Stand::Failed => {
+                // The one settlement there is: where no death can be proven, nothing better comes.
+                if flight.source_is_quiet() && !flight.told_source && flight.peer.host.is_none() {
+                    flight.told_source = true;
+                    let settlement = Settlement::Settled { src_quiet: true, dst_quiet: false };
+                    self.tell(LaneEvent::Settlement(flight.op.id, settlement));
+                }
+                flight.shed(&self.core);
+                self.retained.push(flight);
+            }
             Stand::Done | Stand::CutShort => {
                 self.settle(flight, Settlement::Settled { src_quiet: true, dst_quiet: true });
             }
@@ -202,7 +216,7 @@ impl MooncakeLane {
         let timeout = self.core.op_timeout;
         for queue in self.flying.values_mut() {
             let lost = queue.flights.front().and_then(|f| f.peer.lost());
-            let (mut seen, mut at, mut room) = (0, 0, true);
+            let (mut seen, mut at, mut room, others) = (0, 0, true, ended.len());
             while at < queue.flights.len() {
                 let flight = &mut queue.flights[at];
                 let before = flight.since;
@@ -231,6 +245,14 @@ impl MooncakeLane {
                     at += 1;
                 }
             }
+            let ended = &mut ended[others..];
+            let all = || ended.iter().map(|(f, _)| f).chain(&queue.flights);
+            if let Some(fresh) = all().find(|f| f.fresh()) {
+                if fresh.peer.process.is_none() {
+                    look_again(&self.core, all().chain(self.overdue.iter().filter(|f| f.peer.id == fresh.peer.id)));
+                }
+                ended.iter_mut().map(|(f, _)| f).chain(&mut queue.flights).for_each(Flight::judge);
+            }
         }
         self.flying.retain(|_, queue| !queue.flights.is_empty());
         self.in_flight -= ended.len();
@@ -247,7 +269,7 @@ impl MooncakeLane {
                     self.cut_short(flight, error);
                 }
                 Stand::Open | Stand::Failed => {
-                    let error = reason.unwrap_or_else(late);
+                    let error = flight.failure().cloned().or(reason).unwrap_or_else(late);
                     let (peer, failed) = (Arc::clone(&flight.peer), flight.failure().is_some());
                     self.unresolved(flight, error.clone());
                     if failed {
@@ -264,8 +286,13 @@ impl MooncakeLane {
             return;
         }
         self.next_overdue_look = now + OVERDUE_LOOK;
-        for mut flight in std::mem::take(&mut self.overdue) {
-            flight.sweep(&self.core, &mut 0, now);
+        let mut overdue = std::mem::take(&mut self.overdue);
+        overdue.iter_mut().for_each(|f| f.sweep(&self.core, &mut 0, now));
+        if overdue.iter().any(|f| f.fresh() && f.peer.process.is_none()) {
+            look_again(&self.core, overdue.iter());
+        }
+        overdue.iter_mut().for_each(Flight::judge);
+        for flight in overdue {
             let failed = flight.failure().cloned().map(|error| (Arc::clone(&flight.peer), error));
             self.keep(flight);
             if let Some((peer, error)) = failed {

@@ -31,17 +31,23 @@
 //! | what happened | outcome | settled by |
 //! |---|---|---|
 //! | every task was acknowledged | `Done` | |
-//! | a task failed | `Unresolved`; the peer is lost, the rest of the op never goes, its batches, its memory and ours are kept | the death of the peer's process, once every task has ended |
+//! | a task failed, and all of the op has ended (TCP) | `Failed`: the source is quiet, the destination is not; the peer is lost, the rest of the op never goes, memory is kept | the death of the peer's process |
+//! | a task failed, and others go on | `Unresolved`; the peer is lost as above | the same, once every task has ended; of a peer that does not say which process it is the source alone, then |
 //! | the peer is lost, or nothing moved, while a part had not gone and all that had was acknowledged | `Failed`, both sides quiet | |
 //! | nothing moved for [`MooncakeConfig::op_timeout`] | `Unresolved`, looked at further | acknowledgements; else as above |
 //! | acknowledged after the peer was lost | as a task that failed: it may have been its successor's word | as above |
 //!
-//! A failed task proves nothing: its last bytes may lie in the socket of a stopped peer, which reads them when it goes on.
+//! A failed task proves nothing about its destination: its last bytes may lie in the socket of a stopped peer, which reads
+//! them when it goes on. Its source is another matter over TCP: the library calls a task failed only when its socket is closed
+//! and the last write to that has returned.
+//!
+//! An acknowledgement is believed when, after it was seen, the peer's process still ran; where that cannot be seen from here,
+//! when no task to the peer had failed until then.
 //!
 //! *Death* is seen through a handle on the process, where it runs on this host and said which it is (peers of ours do, in
 //! the extension of their registration); or it follows from a successor at the same address, on the same boot of the same
-//! host. Peers of 0.5.23 say nothing of the kind: what failed towards them is kept until this process ends, and counted
-//! ([`Stats::ops_retained`]).
+//! host. Peers of 0.5.23 say nothing of the kind: that their pages are quiet is never told, and what failed towards them is
+//! counted until this process ends ([`Stats::ops_retained`]). Our own pages are free when the library has ended the tasks.
 //!
 //! # Generations
 //! The wire has no word for them: a process that restarts on the same ports, with memory at the same addresses, takes what
@@ -49,7 +55,7 @@
 //! * Each [`connect`](kv_core::transport::Transport::connect) asks the peer for its descriptor anew. Another port, or none of
 //!   the buffers that were there, is another generation. After a failure the library must ask, too
 //!   (`openSegmentNoCache`). No verdict outlives the attempt: a peer that is back is connected at once.
-//! * A new generation is read from, one byte on each of the library's connections, until all of them lead to it.
+//! * A new generation is read from, until each of the library's connections leads to it: none is made later, while all is well.
 //! * After [`MooncakeConfig::confirm_after`] of silence one task goes alone; a connection to a process that is gone breaks it,
 //!   and nothing follows.
 //! * A range that the peer did not register is refused here, before it costs a connection.
@@ -57,9 +63,10 @@
 //!
 //! A restart on the same ports takes 60 s, while a connection of ours to the old process is there: the library does not ask the
 //! kernel for a port that is in use. One window stays: of several tasks that the library has *queued* when a peer dies, it
-//! offers the rest to whoever listens on the data port 1 s later. That is a port out of 2000, and an address under ASLR; what is
-//! acknowledged then is not believed. Who pins ports and addresses, and lets the kernel hand ports over sooner, closes it with
-//! [`MooncakeConfig::max_tasks_per_peer`] of 1.
+//! offers the rest to whoever listens on the data port then, at once where all its connections broke together, as when a host
+//! comes back. That is a port out of 2000, and an address under ASLR; what is acknowledged then is not believed, with one
+//! exception: a lane does not see at once that another lane's task has failed. Who pins ports and addresses, and lets the kernel
+//! hand ports over sooner, closes it with [`MooncakeConfig::max_tasks_per_peer`] of 1.
 //!
 //! # What the library does that this crate is built around (0.3.13.post1)
 //! * More than 2048 tasks to one peer fail, and may wait for ever. So there are never more than
@@ -79,7 +86,7 @@
 //! # Never run
 //! RDMA, device memory, ROCm, IPv6, aarch64, and a library built from source: the machines this was made on have none.
 //! Device memory goes by its pointer, registered at `cuda:N`; the build for Ascend refuses it. Over RDMA connections are not
-//! opened ahead, a first write makes them; and what a failed task proves there was not looked at, so it proves nothing.
+//! opened ahead, a first write makes them; and what a failed task proves there was not looked at, so it proves nothing at all.
 mod config;
 mod connect;
 mod engine;

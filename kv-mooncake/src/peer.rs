@@ -1,8 +1,7 @@
 //! One generation of a peer we write to.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kv_core::host::{HostIdentity, ProcessHandle};
 use kv_core::ids::PeerId;
@@ -24,10 +23,6 @@ pub(crate) enum State {
     Dead(TransportError),
 }
 
-/// After its first failure the library waits for 1 s before it connects to a peer anew: to whoever listens there then. What
-/// arrives sooner went over a connection that was there before.
-const SAME_CONNECTION: Duration = Duration::from_millis(500);
-
 pub(crate) struct Peer {
     pub id: PeerId,
     /// Its session id.
@@ -47,8 +42,8 @@ pub(crate) struct Peer {
     /// Let go of by the manager.
     pub closing: AtomicBool,
     pub state: Mutex<State>,
-    /// When it ceased to be live.
-    pub lost_at: OnceLock<Instant>,
+    /// A task of it was seen to fail. From then on the library may have connected anew, to whoever listened.
+    pub failed: AtomicBool,
 }
 
 impl Peer {
@@ -76,18 +71,21 @@ impl Peer {
         matches!(*self.lock_state(), State::Dead(_))
     }
 
-    /// Whether what arrives now has arrived at this generation. The library has tasks in a queue when a peer fails, and
-    /// connects anew for them: a successor on the same ports, with memory at the same addresses, takes them for its own.
-    pub fn vouches(&self, now: Instant) -> bool {
-        match (&*self.lock_state(), &self.process) {
-            (State::Live, _) => true,
-            (State::Dead(_), _) => false,
+    /// Whether what was seen to arrive until now has arrived at this generation. The library has tasks in a queue when a peer
+    /// fails, and connects anew for them, at once where its last connection broke: a successor on the same ports, with
+    /// memory at the same addresses, takes them for its own. Ask after the acknowledgement was seen, not before.
+    pub fn vouches(&self) -> bool {
+        match &self.process {
             // As long as it lives, its ports are its own.
-            (State::Lost(_), Some(process)) => !process.exited(),
-            (State::Lost(_), None) => {
-                self.lost_at.get().is_none_or(|at| now.saturating_duration_since(*at) < SAME_CONNECTION)
-            }
+            Some(process) => !process.exited(),
+            None => self.live() && !self.failed.load(Ordering::SeqCst),
         }
+    }
+
+    /// Whether a task that ended badly reads its source no more: over TCP the library calls none failed before its socket is
+    /// closed and the last write to that has returned. Of RDMA nothing is known.
+    pub fn ended_is_read(&self) -> bool {
+        self.described().protocol == "tcp"
     }
 
     pub fn described(&self) -> Arc<Described> {

@@ -18,7 +18,7 @@ use mooncake_sys::{Api, Batch};
 use crate::config::MooncakeConfig;
 use crate::engine::{Engine, Task};
 use crate::environment::{self, prepare_environment};
-use crate::flight::{Flight, Stand};
+use crate::flight::{Flight, Stand, look_again};
 use crate::keeper::Keeper;
 use crate::lane::{Change, LaneShared, MooncakeLane};
 use crate::library::LibraryInfo;
@@ -89,7 +89,6 @@ impl Core {
             if !matches!(*state, State::Live) {
                 return;
             }
-            let _ = peer.lost_at.set(Instant::now());
             *state = State::Lost(error.clone());
         }
         let news = !peer.closing.load(Ordering::Acquire);
@@ -167,7 +166,17 @@ impl Core {
             let mut orphans = lock(&self.orphans);
             for flight in orphans.iter_mut().filter(|f| f.going()) {
                 flight.sweep(self, &mut 0, now);
-                lost.extend(flight.failure().cloned().map(|e| (Arc::clone(&flight.peer), e)));
+            }
+            if orphans.iter().any(|f| f.fresh() && f.peer.process.is_none()) {
+                look_again(self, orphans.iter());
+            }
+            for flight in orphans.iter_mut() {
+                flight.judge();
+                let news = flight.failure().filter(|_| flight.peer.live());
+                lost.extend(news.cloned().map(|e| (Arc::clone(&flight.peer), e)));
+                if flight.stand() == Stand::Failed {
+                    flight.shed(self);
+                }
             }
             over.extend(orphans.extract_if(.., |f| match f.stand() {
                 Stand::Done | Stand::CutShort => true,
@@ -195,6 +204,7 @@ impl Core {
             stats::sub(&self.counters.peers, 1);
             let runs = peer.process.as_ref().is_some_and(|p| !p.exited()) && !peer.dead();
             if runs {
+                self.supersede_parted(peer);
                 lock(&self.parted).insert(peer.id, Arc::clone(peer));
             }
             // It may have ended just now.
@@ -203,6 +213,13 @@ impl Core {
                 self.keeper.unwatch(peer);
             }
         }
+    }
+
+    /// Of generations of one process at one session the last one sees to the library's connections, when it ends.
+    pub(crate) fn supersede_parted(&self, by: &Peer) {
+        let older = |p: &Arc<Peer>| p.name == by.name && p.host == by.host && p.id != by.id;
+        let gone: Vec<_> = lock(&self.parted).extract_if(|_, p| older(p)).collect();
+        gone.iter().for_each(|(_, p)| self.keeper.unwatch(p));
     }
 
     /// The process of a generation that is forgotten has ended.

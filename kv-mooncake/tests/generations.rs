@@ -122,7 +122,7 @@ fn write_to_a_twin(config: MooncakeConfig) -> Option<usize> {
     let runs = [Run { src: 0, dst: 0, count: 64 }];
     let plan = WritePlan::new([PlanGroup { entries: [entry].into(), runs: runs.into() }]);
     let (id, behind) = (s.submit(peer, plan.clone()).unwrap(), s.submit(peer, plan).unwrap());
-    s.is_unresolved(id);
+    s.is_unproven(id);
     // What is acknowledged now is acknowledged by somebody else.
     assert_ne!(s.outcome(behind), Outcome::Done);
     // The library waits for a second before it goes on with what it had queued.
@@ -164,6 +164,35 @@ fn control_a_restart_on_the_same_ports_and_addresses_takes_what_the_library_queu
     }
 }
 
+/// Connections of this process to a port of this host.
+fn connections_to(port: u64) -> usize {
+    let established = |table: &str| {
+        let text = std::fs::read_to_string(table).unwrap_or_default();
+        let there = |l: &&str| {
+            let mut words = l.split_whitespace().skip(2);
+            let remote = words.next().and_then(|w| u64::from_str_radix(w.rsplit_once(':')?.1, 16).ok());
+            remote == Some(port) && words.next() == Some("01")
+        };
+        text.lines().filter(there).count()
+    };
+    established("/proc/self/net/tcp") + established("/proc/self/net/tcp6")
+}
+
+/// A connection that were made later could lead to whoever listens then.
+#[test]
+fn r_f5_every_connection_is_there_before_the_first_write() {
+    if !available("r_f5_every_connection_is_there_before_the_first_write") {
+        return;
+    }
+    let target = Remote::new(1, M);
+    let port = data_port(&target.descriptor.name);
+    let sources: Vec<Source> = (0..8).map(|_| Source::new(config(), M)).collect();
+    for (n, s) in sources.iter().enumerate() {
+        s.connect(&target.descriptor);
+        assert_eq!(connections_to(port), 4 * (n + 1));
+    }
+}
+
 // ---- errors and registrations
 
 /// What begins after a registration has ended is refused by the peer; the peer is reached again at once, and nothing is
@@ -179,7 +208,7 @@ fn cat_f51_a_peer_is_reached_again_after_an_error() {
     let peer = s.connect(&target.descriptor);
     target.process.unregister(gone.id).unwrap();
     let id = s.write(peer, 0, gone.addr, 4096);
-    assert!(s.is_unresolved(id).contains("failed (6)"));
+    assert!(s.is_unproven(id).contains("failed (6)"));
     assert!(target.process.read(gone.id, 0, M).unwrap().iter().all(|b| *b == 0));
     s.until("the loss", |s| s.lost.contains(&peer));
     let again = s.connect(&target.process.descriptor().unwrap());

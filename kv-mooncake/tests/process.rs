@@ -162,3 +162,26 @@ fn cat_f55_peers_that_come_and_die_leave_nothing() {
     assert!(after.2 < before.2 + (8 << 10), "{before:?}, then {after:?}");
     assert_eq!(s.transport.stats().peers, 0);
 }
+
+/// A peer that is let go of and connected again, and again, holds no more than once. In a process of its own.
+#[test]
+fn cat_f55_a_peer_that_comes_again_and_again_is_held_once() {
+    if !common::with_environment("cat_f55_a_peer_that_comes_again_and_again_is_held_once", &[]) {
+        return;
+    }
+    let mut target = Remote::new(1, M);
+    let mut s = Source::new(config(), M);
+    let mut round = |s: &mut Source, n: u16| {
+        let endpoint = Endpoint::new("127.0.0.1", 1 + n);
+        let peer = s.connect(&PeerDescriptor { endpoint, ..target.descriptor.clone() });
+        s.reaches(peer, &mut target);
+        s.transport.disconnect(peer);
+        s.seen.clear();
+    };
+    (0..4).for_each(|n| round(&mut s, n));
+    let before = held();
+    (4..104).for_each(|n| round(&mut s, n));
+    let after = held();
+    assert!(after.0 <= before.0 && after.1 <= before.1, "{before:?}, then {after:?}");
+    assert_eq!(s.transport.stats().peers, 0);
+}

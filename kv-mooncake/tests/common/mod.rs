@@ -240,10 +240,11 @@ impl Source {
         self.seen[&id].settlement.unwrap()
     }
 
-    /// The op is unresolved, for `why`.
-    pub fn is_unresolved(&mut self, id: OpId) -> String {
+    /// Nothing is proven about where the op writes, for the reason that comes back.
+    pub fn is_unproven(&mut self, id: OpId) -> String {
         match self.outcome(id) {
             Outcome::Unresolved { error } => error.to_string(),
+            Outcome::Failed { src_quiet: true, dst_quiet: false, error } => error.to_string(),
             other => panic!("{id:?} ended {other:?}"),
         }
     }
