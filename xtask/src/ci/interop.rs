@@ -35,7 +35,9 @@ pub fn run() -> Result<Vec<Row>> {
 /// A line of the step.
 pub fn text(rows: &[Row]) -> String {
     let counts = Counts::of(rows);
-    format!("{} passed, {} failed, {} n/a", counts.passed, counts.failed, counts.not)
+    let again = rows.iter().filter(|r| r.verdict == Verdict::Pass && r.again).count();
+    let again = if again > 0 { format!(" ({again} at the second try)") } else { String::new() };
+    format!("{} passed{again}, {} failed, {} n/a", counts.passed, counts.failed, counts.not)
 }
 
 /// Each row as a test.

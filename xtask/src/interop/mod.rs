@@ -87,6 +87,7 @@ pub fn run(args: &InteropArgs) -> Result<ExitCode> {
         backends: args.backend.clone(),
         record: args.record.clone(),
         jobs: args.jobs,
+        again: false,
     };
     if args.vectors {
         plan.cases = vectors::cases(plan.cases);
@@ -114,7 +115,8 @@ pub fn run(args: &InteropArgs) -> Result<ExitCode> {
 
 /// All cases, in the directions that interoperate, for `cargo xtask ci --full`.
 pub fn mixed(backends: Vec<Backend>) -> Result<Vec<Row>> {
-    let plan = Plan { cases: cases::all(), directions: Direction::MIXED.to_vec(), backends, record: None, jobs: None };
+    let (cases, directions) = (cases::all(), Direction::MIXED.to_vec());
+    let plan = Plan { cases, directions, backends, record: None, jobs: None, again: true };
     run::all(&plan)
 }
 

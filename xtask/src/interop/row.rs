@@ -31,7 +31,9 @@ pub struct Row {
     pub direction: Direction,
     pub backend: Backend,
     pub verdict: Verdict,
-    pub note: Option<&'static str>,
+    pub note: Option<String>,
+    /// It was played twice.
+    pub again: bool,
     pub seconds: f64,
     pub commands: Vec<String>,
 }
@@ -39,12 +41,22 @@ pub struct Row {
 impl Row {
     pub fn new(case: &Case, direction: Direction, backend: Backend, verdict: Verdict) -> Self {
         let plain = Self::plain(case.name, direction, backend, verdict);
-        Self { shows: case.shows, note: case.note_in(direction), ..plain }
+        Self { shows: case.shows, note: case.note_in(direction).map(str::to_owned), ..plain }
     }
 
     /// A row with no more than its verdict.
     pub fn plain(case: &'static str, direction: Direction, backend: Backend, verdict: Verdict) -> Self {
-        Self { case, shows: "", direction, backend, verdict, note: None, seconds: 0.0, commands: Vec::new() }
+        Self {
+            case,
+            shows: "",
+            direction,
+            backend,
+            verdict,
+            note: None,
+            again: false,
+            seconds: 0.0,
+            commands: Vec::new(),
+        }
     }
 
     pub fn word(&self) -> &'static str {
@@ -58,7 +70,7 @@ impl Row {
     /// Why it did not pass, or what is to be said of a pass.
     pub fn why(&self) -> String {
         match &self.verdict {
-            Verdict::Pass => self.note.unwrap_or_default().to_owned(),
+            Verdict::Pass => self.note.clone().unwrap_or_default(),
             Verdict::Fail(faults) => faults.join("; "),
             Verdict::Not(why) => why.clone(),
         }
