@@ -79,7 +79,14 @@ pub fn run(args: &InteropArgs) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     if args.perf {
-        return perf::run(args.quick, args.json);
+        // One after the other: each is a table of its own.
+        let mut worst = ExitCode::SUCCESS;
+        for backend in &args.backend {
+            if perf::run(*backend, args.quick, args.json)? != ExitCode::SUCCESS {
+                worst = ExitCode::FAILURE;
+            }
+        }
+        return Ok(worst);
     }
     let mut plan = Plan {
         cases,

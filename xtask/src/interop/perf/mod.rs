@@ -20,13 +20,16 @@ use crate::sh::Result;
 /// Who sends to whom over what.
 pub type Pair = (Direction, Backend);
 
-const PAIRS: [Pair; 5] = [
-    (Direction::SGLANG_SGLANG, Backend::Nixl),
-    (Direction::OURS_OURS, Backend::Nixl),
-    (Direction::OURS_OURS, Backend::Tcp),
-    (Direction::SGLANG_OURS, Backend::Nixl),
-    (Direction::OURS_SGLANG, Backend::Nixl),
-];
+/// What is measured over a backend of SGLang; its own figures first.
+fn pairs(backend: Backend) -> [Pair; 5] {
+    [
+        (Direction::SGLANG_SGLANG, backend),
+        (Direction::OURS_OURS, backend),
+        (Direction::OURS_OURS, Backend::Tcp),
+        (Direction::SGLANG_OURS, backend),
+        (Direction::OURS_SGLANG, backend),
+    ]
+}
 
 /// One load that every pair is measured under.
 #[derive(Debug, Clone, Copy)]
@@ -97,12 +100,12 @@ pub struct Cell {
     pub samples: Vec<Sample>,
 }
 
-pub fn run(quick: bool, json: bool) -> Result<ExitCode> {
+pub fn run(backend: Backend, quick: bool, json: bool) -> Result<ExitCode> {
     let rounds = if quick { 1 } else { 3 };
-    let launcher = super::run::launcher(Some(&vec![Backend::Nixl]), true, "release")?;
+    let launcher = super::run::launcher(Some(&vec![backend]), true, "release")?;
     let mut cells: Vec<Cell> = Vec::new();
     for load in LOADS.iter().filter(|l| !quick || l.quick > 0) {
-        cells.extend(PAIRS.iter().map(|pair| Cell { load: *load, pair: *pair, samples: Vec::new() }));
+        cells.extend(pairs(backend).into_iter().map(|pair| Cell { load: *load, pair, samples: Vec::new() }));
     }
     let mut failed = false;
     for round in 1..=rounds {

@@ -5,7 +5,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use super::super::program::{Backend, Direction};
+use super::super::program::Direction;
 use super::sample::Sample;
 use super::{Cell, Load};
 
@@ -82,8 +82,8 @@ fn line(cell: &Cell, columns: &[Column]) -> String {
 /// Ours to ours beside SGLang to SGLang, column by column.
 fn verdicts(cells: &[Cell]) -> String {
     let mut out = String::from("\n| load | ours>ours over sglang>sglang |\n|---|---|\n");
-    for theirs in cells.iter().filter(|c| c.pair == (Direction::SGLANG_SGLANG, Backend::Nixl)) {
-        let same = |c: &&Cell| c.load.name == theirs.load.name && c.pair == (Direction::OURS_OURS, Backend::Nixl);
+    for theirs in cells.iter().filter(|c| c.pair.0 == Direction::SGLANG_SGLANG) {
+        let same = |c: &&Cell| c.load.name == theirs.load.name && c.pair == (Direction::OURS_OURS, theirs.pair.1);
         let Some(ours) = cells.iter().find(same) else { continue };
         let parts: Vec<String> = columns(&theirs.load)
             .iter()
@@ -137,8 +137,9 @@ pub fn json(cells: &[Cell]) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{LOADS, PAIRS};
+    use super::super::{LOADS, pairs};
     use super::*;
+    use crate::interop::program::Backend;
 
     fn sample(rate: f64) -> Sample {
         Sample {
@@ -158,7 +159,8 @@ mod tests {
     fn medians_with_their_spread_and_what_is_worse() {
         let cell =
             |pair, rates: &[f64]| Cell { load: LOADS[0], pair, samples: rates.iter().map(|r| sample(*r)).collect() };
-        let cells = [cell(PAIRS[0], &[5.0, 1.0, 3.0]), cell(PAIRS[1], &[9.0])];
+        let pairs = pairs(Backend::Nixl);
+        let cells = [cell(pairs[0], &[5.0, 1.0, 3.0]), cell(pairs[1], &[9.0])];
         let text = markdown(&cells);
         assert!(text.contains("| c1 | 1 | 10 | sglang>sglang | nixl | 3.0 (1.0..5.0) | 1.00 (1.00..1.00) |"), "{text}");
         assert!(text.contains("| c1 | rooms/s 3.00, GB/s 1.00 **WORSE**"), "{text}");
