@@ -150,7 +150,7 @@ impl Directory for FakeDirectory {
             DirectoryRequest::Forget { pool_key } => {
                 inner.cached.retain(|addr, _| !pool_key.starts_with(addr.as_str()));
             }
-            DirectoryRequest::RegisterDpRank { .. } => {}
+            DirectoryRequest::RegisterDpRank { .. } | DirectoryRequest::CancelDpRank { .. } => {}
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Order of calls: feed [`handle_request`](DirectoryCore::handle_request), [`handle_answer`](DirectoryCore::handle_answer)
 //! and [`handle_timeout`](DirectoryCore::handle_timeout), then take every [`poll_effect`](DirectoryCore::poll_effect),
-//! then sleep until [`poll_timeout`](DirectoryCore::poll_timeout). Each [`Effect::Call`] must be answered once.
+//! then sleep until [`poll_timeout`](DirectoryCore::poll_timeout). Each [`Effect::Call`] must be answered once, unless it is cancelled.
 //!
 //! Everything known of a server belongs to one *life* of it: when it is lost, all of that goes, for exactly that
 //! address, and answers still under way are ignored.
@@ -68,6 +68,13 @@ impl DirectoryConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CallId(u64);
 
+#[cfg(test)]
+impl CallId {
+    pub(super) fn of(n: u64) -> Self {
+        Self(n)
+    }
+}
+
 /// A question to a registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Call {
@@ -109,6 +116,13 @@ pub enum Effect {
         addr: Arc<str>,
         /// What.
         call: Call,
+    },
+    /// The call is not wanted any more: if it was not made yet, it need not be. If it was, its answer is ignored.
+    Cancel {
+        /// Which.
+        id: CallId,
+        /// To which server.
+        addr: Arc<str>,
     },
     /// Tell the shard.
     Event(DirectoryEvent),
@@ -160,6 +174,15 @@ impl Shared {
         let id = CallId(self.unique());
         self.pending.insert(id, Pending { addr: Arc::clone(addr), life, place });
         self.effects.push_back(Effect::Call { id, addr: Arc::clone(addr), call });
+    }
+
+    /// One pass of what is under way: rooms that end while their claim is not answered are few.
+    fn cancel(&mut self, register: u64) {
+        let found = |p: &Pending| matches!(p.place, Place::Register { token } if token == register);
+        let Some(id) = self.pending.iter().find(|(_, p)| found(p)).map(|(id, _)| *id) else { return };
+        if let Some(Pending { addr, .. }) = self.pending.remove(&id) {
+            self.effects.push_back(Effect::Cancel { id, addr });
+        }
     }
 
     pub fn fetch_info(&mut self, addr: &Arc<str>, life: u64) {
@@ -246,6 +269,7 @@ impl DirectoryCore {
                 let addr = Arc::from(bootstrap_addr);
                 self.shared.call(&addr, 0, Place::Register { token }, Call::RegisterDpRank(room, dp_rank));
             }
+            DirectoryRequest::CancelDpRank { token } => self.shared.cancel(token),
         }
     }
 

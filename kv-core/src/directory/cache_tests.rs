@@ -31,17 +31,19 @@ struct Bench {
     core: DirectoryCore,
     calls: Vec<(CallId, String, Call)>,
     events: Vec<DirectoryEvent>,
+    cancelled: Vec<(CallId, String)>,
 }
 
 impl Bench {
     fn new(config: DirectoryConfig) -> Self {
-        Self { core: DirectoryCore::new(config), calls: Vec::new(), events: Vec::new() }
+        Self { core: DirectoryCore::new(config), calls: Vec::new(), events: Vec::new(), cancelled: Vec::new() }
     }
 
     fn take(&mut self) {
         while let Some(effect) = self.core.poll_effect() {
             match effect {
                 Effect::Event(event) => self.events.push(event),
+                Effect::Cancel { id, addr } => self.cancelled.push((id, addr.to_string())),
                 Effect::Call { id, addr, call } => self.calls.push((id, addr.to_string(), call)),
             }
         }
@@ -480,6 +482,24 @@ fn r_h1_a_rank_that_our_registration_would_stop_is_not_given_out() {
             assert!(reason.contains(part), "{reason}");
         }
     }
+}
+
+#[test]
+fn r_g1_a_claim_that_is_taken_back_is_not_asked_and_not_answered() {
+    let mut b = Bench::new(DirectoryConfig::prefill());
+    let (bootstrap_addr, room) = (ADDR.into(), Room::new(1).unwrap());
+    b.core.handle_request(at(0), DirectoryRequest::RegisterDpRank { token: 7, bootstrap_addr, room, dp_rank: 1 });
+    b.core.handle_request(at(0), DirectoryRequest::CancelDpRank { token: 8 });
+    b.take();
+    assert_eq!(b.cancelled, [], "another's");
+    b.core.handle_request(at(0), DirectoryRequest::CancelDpRank { token: 7 });
+    b.take();
+    let (id, addr, _) = b.calls.pop().unwrap();
+    assert_eq!(b.cancelled, [(id, addr)]);
+    b.core.handle_answer(at(1), id, Answer::RegisterDpRank(Ok(())));
+    b.core.handle_request(at(1), DirectoryRequest::CancelDpRank { token: 7 });
+    b.take();
+    assert_eq!((b.events.len(), b.cancelled.len()), (0, 1));
 }
 
 #[test]

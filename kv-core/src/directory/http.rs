@@ -1,6 +1,5 @@
 //! Runs a [`DirectoryCore`] on a thread of its own, against a [`Registry`] (by default over HTTP).
 
-use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -10,6 +9,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
 use super::cache::{Answer, Call, CallId, DirectoryConfig, DirectoryCore, Effect};
+use super::queue::CallQueue;
 use super::{Directory, DirectoryEvent, DirectoryRequest};
 use crate::bootstrap::client::HttpRegistry;
 use crate::bootstrap::types::{Registry, RegistryError};
@@ -19,8 +19,6 @@ use crate::time::{Clock, MonotonicClock};
 /// [`Directory::request`] when that cannot take the request: it must not block for long, nor wait for the caller.
 pub type EventSink = Box<dyn Fn(DirectoryEvent) + Send + Sync>;
 
-/// Questions under way at once; health checks do not count, so that they are never late.
-const MAX_CALLS: usize = 64;
 /// Requests taken in one go, before answers are looked at again.
 const REQUEST_BATCH: usize = 1024;
 
@@ -59,8 +57,7 @@ impl HttpDirectory {
                 sink,
                 inbox,
                 running: JoinSet::new(),
-                queued: VecDeque::new(),
-                calls: 0,
+                queue: CallQueue::default(),
             };
             runtime.block_on(driver.run(stopped));
             // A name lookup that hangs must not hold whoever drops the directory.
@@ -125,7 +122,9 @@ impl Directory for DirectoryHandle {
             DirectoryRequest::RegisterDpRank { token, .. } => {
                 (self.sink)(DirectoryEvent::DpRankRegistered { token, result: Err(why) });
             }
-            request @ DirectoryRequest::Forget { .. } => tracing::warn!(?request, why, "directory request dropped"),
+            request @ (DirectoryRequest::Forget { .. } | DirectoryRequest::CancelDpRank { .. }) => {
+                tracing::warn!(?request, why, "directory request dropped")
+            }
         }
     }
 }
@@ -135,10 +134,9 @@ struct Driver {
     registry: Arc<dyn Registry>,
     sink: Arc<dyn Fn(DirectoryEvent) + Send + Sync>,
     inbox: mpsc::Receiver<DirectoryRequest>,
-    running: JoinSet<(CallId, bool, Answer)>,
-    queued: VecDeque<(CallId, Arc<str>, Call)>,
-    /// Running calls that count against [`MAX_CALLS`].
-    calls: usize,
+    /// With the registry whose turn it was; health checks wait for none, so that they are never late.
+    running: JoinSet<(CallId, Option<Arc<str>>, Answer)>,
+    queue: CallQueue,
 }
 
 impl Driver {
@@ -159,8 +157,8 @@ impl Driver {
                 _ = &mut stopped => return,
                 Some(done) = self.running.join_next(), if !self.running.is_empty() => {
                     // The call itself runs in a task of its own, so this one neither panics nor is cancelled.
-                    if let Ok((id, counted, answer)) = done {
-                        self.calls -= usize::from(counted);
+                    if let Ok((id, turn, answer)) = done {
+                        turn.into_iter().for_each(|addr| self.queue.done(addr));
                         self.core.handle_answer(clock.now(), id, answer);
                     }
                 },
@@ -186,23 +184,23 @@ impl Driver {
         while let Some(effect) = self.core.poll_effect() {
             match effect {
                 Effect::Event(event) => (self.sink)(event),
-                Effect::Call { id, addr, call: Call::Health } => self.start(id, addr, Call::Health, false),
-                Effect::Call { id, addr, call } => self.queued.push_back((id, addr, call)),
+                Effect::Call { id, addr, call: Call::Health } => self.start(id, addr, Call::Health, None),
+                Effect::Call { id, addr, call } => self.queue.push(id, addr, call),
+                Effect::Cancel { id, addr } => self.queue.cancel(id, addr),
             }
         }
-        while self.calls < MAX_CALLS {
-            let Some((id, addr, call)) = self.queued.pop_front() else { break };
-            self.calls += 1;
-            self.start(id, addr, call, true);
+        while let Some((id, addr, call)) = self.queue.pop() {
+            let turn = Some(Arc::clone(&addr));
+            self.start(id, addr, call, turn);
         }
     }
 
-    fn start(&mut self, id: CallId, addr: Arc<str>, call: Call, counted: bool) {
+    fn start(&mut self, id: CallId, addr: Arc<str>, call: Call, turn: Option<Arc<str>>) {
         let registry = Arc::clone(&self.registry);
         self.running.spawn(async move {
             let failed = answer_of(&call, RegistryError::Unreachable("the registry client panicked".into()));
             let answer = tokio::spawn(async move { ask(&*registry, &addr, call).await }).await;
-            (id, counted, answer.unwrap_or(failed))
+            (id, turn, answer.unwrap_or(failed))
         });
     }
 }

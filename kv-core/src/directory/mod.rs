@@ -9,6 +9,7 @@ pub mod compat;
 pub mod heartbeat;
 #[cfg(feature = "bootstrap")]
 pub mod http;
+mod queue;
 mod server_state;
 
 use std::sync::Arc;
@@ -73,7 +74,7 @@ pub enum DirectoryRequest {
         /// From the request, when it names one.
         prefill_dp_rank: Option<u32>,
     },
-    /// Decode: the peers of `pool_key` did not take messages; fetch them anew next time.
+    /// Decode: the peers of `pool_key` did not take messages, or their connection broke; fetch them anew next time.
     Forget {
         /// Which key.
         pool_key: String,
@@ -88,6 +89,11 @@ pub enum DirectoryRequest {
         room: Room,
         /// Which rank.
         dp_rank: u32,
+    },
+    /// Prefill: no longer. A question that was not asked yet is not asked; of one that is under way nothing is heard.
+    CancelDpRank {
+        /// Of the [`RegisterDpRank`](Self::RegisterDpRank).
+        token: u64,
     },
 }
 

@@ -26,11 +26,21 @@ fn asked(registry: &FakeDirectory) -> Vec<u64> {
     let token = |r: &DirectoryRequest| match r {
         DirectoryRequest::RegisterDpRank { token, bootstrap_addr, room, dp_rank } => {
             assert_eq!((bootstrap_addr.as_str(), room.get(), *dp_rank), ("p:8998", 7, 1));
-            *token
+            Some(*token)
         }
+        DirectoryRequest::CancelDpRank { .. } => None,
         other => panic!("{other:?}"),
     };
-    registry.requests().iter().map(token).collect()
+    registry.requests().iter().filter_map(token).collect()
+}
+
+/// Tokens of the questions that were taken back.
+fn cancelled(registry: &FakeDirectory) -> Vec<u64> {
+    let token = |r: &DirectoryRequest| match r {
+        DirectoryRequest::CancelDpRank { token } => Some(*token),
+        _ => None,
+    };
+    registry.requests().iter().filter_map(token).collect()
 }
 
 fn answer(w: &mut World, registry: &FakeDirectory, result: Result<(), &str>) {
@@ -43,6 +53,28 @@ fn answer(w: &mut World, registry: &FakeDirectory, result: Result<(), &str>) {
 /// Counters: taken, failed.
 fn counted(w: &World) -> (u64, u64) {
     (w.p[0].stats.dp_ranks_registered.get(), w.p[0].stats.dp_rank_failures.get())
+}
+
+/// What waits for its turn at the registry would take the place of the number's next life, on another rank.
+#[test]
+fn r_g1_the_end_of_a_room_takes_its_claim_back() {
+    let (mut w, registry, s) = claimed(WorldSpec::default());
+    assert!(cancelled(&registry).is_empty());
+    w.abort_p(0, &s);
+    w.run();
+    assert_eq!(cancelled(&registry), asked(&registry), "at once, not when something else is due");
+    w.clear_p(0, &s);
+    w.run();
+    assert_eq!(cancelled(&registry).len(), 1);
+    w.assert_nothing_held();
+
+    // An answered one is over.
+    let (mut w, registry, s) = claimed(WorldSpec::default());
+    answer(&mut w, &registry, Ok(()));
+    w.abort_p(0, &s);
+    w.clear_p(0, &s);
+    w.run();
+    assert!(cancelled(&registry).is_empty());
 }
 
 #[test]

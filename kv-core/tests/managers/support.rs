@@ -120,11 +120,12 @@ pub fn ask(receiver: &KvReceiver) {
     receiver.send_metadata(&[5], 2, MetadataOptions::default()).unwrap();
 }
 
-/// What [`send`] sent is where [`ask`] asked for it.
+/// What [`send`] sent is where [`ask`] asked for it; then it is wiped, so that the next one must send it again.
 pub fn arrived(from: &Prefill, to: &Decode) {
     let row = (PAGES * PAGE) as usize;
     for (at, target, len) in [(3 * PAGE, 5 * PAGE, PAGE), (row as u64 + ROW, row as u64 + 2 * ROW, ROW)] {
         let len = len as usize;
         assert_eq!(to.memory.read(target as usize, len), from.memory.read(at as usize, len));
+        to.memory.fill(target as usize, len, 0);
     }
 }

@@ -70,12 +70,20 @@ impl PrefillShard {
     }
 
     /// The end of the room, or of its wait for decode, ends its claim: a late one could take the place of that of the
-    /// number's next life, on another rank.
-    pub(super) fn claim_again_if_due(&mut self, now: Timestamp, key: RoomKey) {
+    /// number's next life, on another rank. What waits for its turn is taken back; what is on its way to the registry is not.
+    pub(super) fn end_claim_if_over(&mut self, key: RoomKey) {
         let Some(e) = self.rooms.get_mut(key) else { return };
-        if e.room.poll() != KvPoll::Bootstrapping {
-            e.claiming = None;
+        if e.room.poll() != KvPoll::Bootstrapping
+            && e.claiming.take().is_some_and(|c| c.retry_at.is_none())
+            && let Some(directory) = &mut self.directory
+        {
+            directory.request(DirectoryRequest::CancelDpRank { token: key.data().as_ffi() });
         }
+    }
+
+    pub(super) fn claim_again_if_due(&mut self, now: Timestamp, key: RoomKey) {
+        self.end_claim_if_over(key);
+        let Some(e) = self.rooms.get_mut(key) else { return };
         let Some(claiming) = e.claiming.as_mut().filter(|c| c.retry_at.is_some_and(|t| t <= now)) else { return };
         let Some(directory) = &mut self.directory else { return e.claiming = None };
         claiming.retry_at = None;

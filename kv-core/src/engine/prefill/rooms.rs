@@ -163,6 +163,7 @@ impl PrefillShard {
 
     /// Deadlines and the end of a room.
     pub(super) fn after(&mut self, key: RoomKey) {
+        self.end_claim_if_over(key);
         let Some(e) = self.rooms.get(key) else { return };
         if !e.room.finished() {
             return self.rearm(key);
