@@ -19,6 +19,11 @@ const CALL: u64 = 1 << 20;
 /// Bytes of answers read at a time.
 const ANSWERS: usize = 16 << 10;
 
+/// Answers at most that are waited for together.
+const TOGETHER: usize = 32;
+/// Fewer are not worth a call of the kernel.
+const FEW: usize = 4;
+
 /// How a connection ended.
 pub(crate) enum End {
     /// The peer refused the first flight, and by the rules of the wire takes nothing that follows it.
@@ -59,6 +64,8 @@ pub(crate) struct Conn {
     pub pending: u64,
     status: [u8; STATUS_LEN],
     status_len: usize,
+    /// Answers that wake us: a target sends them one by one, and being woken for each costs more than what it says.
+    mark: usize,
     /// The socket takes nothing more now.
     pub blocked: bool,
     /// What the lane's poll set waits for: room as well.
@@ -80,6 +87,7 @@ impl Conn {
             pending: 0,
             status: [0; STATUS_LEN],
             status_len: 0,
+            mark: 1,
             blocked: false,
             armed: false,
             moved: now,
@@ -258,6 +266,17 @@ impl Conn {
         self.sending = self.flights.iter().position(Flight::waits).unwrap_or(self.flights.len());
         let left: u64 = self.flights.iter().flat_map(|f| &f.pieces[f.sent..]).map(|p| p.wire()).sum();
         self.pending = left - self.part;
+    }
+
+    /// Be woken when the first flight is over, or when a good part of its answers are there.
+    pub fn mark(&mut self) {
+        let due = self.flights.front().map_or(1, |f| f.pieces.len() - f.answered);
+        let mark = if !self.acknowledges || due <= FEW { 1 } else { due.min(TOGETHER) };
+        if mark != self.mark {
+            self.mark = mark;
+            // Of the last one, its first byte: a part of it may have been read already.
+            sys::readable_from(&self.sock, ((mark - 1) * STATUS_LEN + 1) as i32);
+        }
     }
 
     /// Whether anything of this flight has gone.

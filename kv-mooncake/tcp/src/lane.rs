@@ -168,6 +168,7 @@ impl TcpLane {
         }
         (self.in_flight, self.pieces) = (self.in_flight + 1, self.pieces + flight.pieces.len());
         conn.push(flight);
+        conn.mark();
         if (idle || conn.pending >= HOLD) && !conn.blocked {
             self.send(peer.id, AT_ONCE);
         }
@@ -201,6 +202,7 @@ impl TcpLane {
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let (peer, mut over) = (Arc::clone(&conn.peer), Vec::new());
         let received = conn.receive(&mut self.scratch, &mut over, Instant::now());
+        conn.mark();
         self.all_over(over, &peer);
         if let Err(end) = received {
             self.end(id, end);
@@ -311,6 +313,7 @@ impl TcpLane {
         let (peer, mut never, mut over) = (Arc::clone(&conn.peer), Vec::new(), Vec::new());
         let before: usize = conn.flights.iter().map(|f| f.pieces.len()).sum();
         conn.cut(which, &mut never, &mut over);
+        conn.mark();
         let after: usize = conn.flights.iter().map(|f| f.pieces.len()).sum();
         self.pieces = self.pieces.saturating_sub(before - after);
         self.in_flight -= never.len() + over.len();
@@ -328,6 +331,8 @@ impl TcpLane {
         self.looked = now;
         let timeout = self.core.target.config.op_timeout;
         for id in self.conns.keys().copied().collect::<Vec<_>>() {
+            // There may be answers, and too few to be woken for.
+            self.receive(id);
             let Some(conn) = self.conns.get(&id) else { continue };
             let (peer, moved) = (Arc::clone(&conn.peer), conn.moved);
             let late = |f: &Flight| !f.told && now.saturating_duration_since(f.since.max(moved)) >= timeout;

@@ -46,8 +46,7 @@
 //! was there when the younger ones were taken. A connection that broke is never made anew behind a generation's back.
 //!
 //! # Never run
-//! IPv6 and hosts other than Linux; version 1 against anything but the test kit's peer and the library in that mode
-//! (`MC_TCP_PROTO=1`), not against a library from before 0.3.12.
+//! IPv6; two hosts; version 1 against anything but the test kit's peer: not against a library from before 0.3.12.
 mod config;
 mod conn;
 mod connect;

@@ -101,6 +101,15 @@ pub(crate) fn tune(sock: &TcpStream, dead_after: Duration) -> io::Result<()> {
     options.set_tcp_keepalive(&socket2::TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(3))
 }
 
+/// Call it readable only from so many bytes on, or at its end (`SO_RCVLOWAT`). Where that cannot be set, it is told sooner.
+pub(crate) fn readable_from(sock: &TcpStream, bytes: libc::c_int) {
+    let len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: `bytes` is read for the length that is its own.
+    unsafe {
+        libc::setsockopt(sock.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, (&raw const bytes).cast(), len);
+    }
+}
+
 /// Whether there was nothing to do now.
 pub(crate) fn not_now(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)

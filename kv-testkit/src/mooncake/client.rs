@@ -84,6 +84,11 @@ impl MooncakeClient {
         Status::decode(bytes).map_err(invalid)
     }
 
+    /// Read as many bytes as fit.
+    pub fn fill(&mut self, into: &mut [u8]) -> io::Result<()> {
+        self.stream.read_exact(into)
+    }
+
     /// Write, and return the target's word; version 1 has none.
     pub fn write(&mut self, addr: u64, bytes: &[u8]) -> io::Result<Option<Status>> {
         self.send(&self.header(Opcode::Write, addr, bytes.len() as u64))?;
