@@ -99,7 +99,9 @@ impl Side {
             Some(WriteOp { id: OpId(self.next), peer: self.peer, plan, regions: [self.region.clone()].into() });
         let mut news = Vec::new();
         loop {
-            match op.take().map(|op| self.lane.submit(op)) {
+            #[allow(clippy::result_large_err)] // the op comes back whole
+            let submitted = op.take().map(|op| self.lane.submit(op));
+            match submitted {
                 None | Some(Ok(())) => {}
                 Some(Err(SubmitError::Busy(back))) => op = Some(back),
                 Some(Err(e)) => panic!("{e:?}"),
