@@ -8,7 +8,7 @@
 //! | `control::ControlPlane` | [`SimNet`], [`SimControl`](net::SimControl) |
 //! | `directory::Directory` | [`FakeDirectory`] |
 //!
-//! Besides: [`World`], shards on all of these, stepped until nothing moves; [`conformance`], the suite every transport
+//! Besides: [`mooncake`], a peer of Mooncake's TCP wire that misbehaves as it is told; [`World`], shards on all of these, stepped until nothing moves; [`conformance`], the suite every transport
 //! runs; [`vectors`], the loader of the golden vectors; [`Rng`], a small seeded generator; [`mod@print`], readable bytes
 //! and frames.
 //!
@@ -22,6 +22,7 @@ pub mod conformance;
 pub mod directory;
 pub mod fake_transport;
 pub mod memory;
+pub mod mooncake;
 pub mod net;
 pub mod print;
 pub mod rng;

@@ -8,6 +8,7 @@
 //! | `tcp` (default) | [`tcp`]: host memory; same host by the kernel's vectored copy, across hosts by striped TCP | nothing |
 //! | `nixl` | `kv_transfer::nixl`: host memory, and device memory (never run) over NIXL and UCX; speaks with SGLang's NIXL workers | `libnixl_capi.so` 1.5 at run time (`pip install --no-deps nixl-cu12==1.5.1`); building needs nothing |
 //! | `mooncake` | `kv_transfer::mooncake`: host memory over Mooncake's TCP; RDMA and device memory (never run); speaks with SGLang's Mooncake workers | `libtransfer_engine.so` from 0.3.12 on at run time (`cargo xtask setup mooncake`, or a build with `-DBUILD_SHARED_LIBS=ON`); building needs nothing |
+//! | `mooncake-tcp` | `kv_transfer::mooncake_tcp`: host memory over Mooncake's TCP wire, in Rust; works with the library's engines | nothing |
 //!
 //! # Both sides, in short
 //!
@@ -72,3 +73,6 @@ pub use kv_nixl as nixl;
 
 #[cfg(feature = "mooncake")]
 pub use kv_mooncake as mooncake;
+
+#[cfg(feature = "mooncake-tcp")]
+pub use kv_mooncake_tcp as mooncake_tcp;
