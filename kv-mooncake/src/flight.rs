@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kv_core::transport::{TransportError, TransportErrorKind as ErrorKind, WriteOp};
 use mooncake_sys::Batch;
@@ -17,6 +17,8 @@ use crate::transport::Core;
 /// Tasks found going before the rest is left for the next look: the library has one on each of its connections, and they
 /// end in about the order in which they began.
 pub(crate) const GOING_SEEN: usize = 8;
+/// So long an op of which nothing moves waits for room for many tasks at once.
+const PATIENT: Duration = Duration::from_millis(1);
 
 /// Another look, for failures alone, at tasks of `older` flights that were found going: before an acknowledgement that was
 /// seen after them is believed.
@@ -123,7 +125,11 @@ impl Flight {
         // What failed may be another op's, and news to nobody yet.
         while self.waits() && !self.peer.failed.load(Ordering::SeqCst) {
             let wanted = (self.pieces.len() - self.posted).min(core.config.batch());
-            let room = self.peer.window.take(wanted, core.config.tasks(), core.config.confirm_after, now);
+            let most = core.config.tasks();
+            // A call for each task that ended would cost more than the tasks; but nobody waits long for others to end.
+            let least =
+                if now.saturating_duration_since(self.since) < PATIENT { wanted.min(most.div_ceil(4)) } else { 1 };
+            let room = self.peer.window.take((least, wanted), most, core.config.confirm_after, now);
             if room == 0 {
                 return false;
             }

@@ -28,6 +28,8 @@ use crate::transport::{Core, lock};
 /// While nothing ends, the time to the next look grows from the first to the last of these.
 const FIRST_LOOK: Duration = Duration::from_micros(10);
 const LAST_LOOK: Duration = Duration::from_micros(100);
+/// So many tasks of a peer take longer than [`LAST_LOOK`], each of them at least some microseconds.
+const DEEP: usize = 64;
 /// While nothing ends, one look goes on for this long: it costs less than sleeping and waking for it.
 const ONE_LOOK: Duration = Duration::from_micros(20);
 /// So long after the last post or end. What takes longer is slow, or hangs.
@@ -325,6 +327,12 @@ impl MooncakeLane {
         !changes.is_empty()
     }
 
+    /// The library has enough to do until the last of looks: what ends before is seen then, and the cores are its own.
+    fn deep(&self) -> bool {
+        let peers = self.flying.values().filter_map(|q| q.flights.front());
+        peers.map(|f| f.peer.window.outstanding()).max().unwrap_or(0) >= DEEP
+    }
+
     /// Have the wake descriptor say when to look next.
     fn arm(&mut self) {
         let next = match (self.in_flight > 0, self.overdue.is_empty()) {
@@ -382,14 +390,19 @@ impl Lane for MooncakeLane {
         if self.in_flight > 0 || !self.overdue.is_empty() {
             let now = Instant::now();
             let mut any = self.look_at(now);
-            while !any && self.in_flight > 0 && now < self.eager_until && now.elapsed() < ONE_LOOK {
+            let deep = self.deep();
+            while !any && !deep && self.in_flight > 0 && now < self.eager_until && now.elapsed() < ONE_LOOK {
                 std::thread::yield_now();
                 any = self.look_at(Instant::now());
             }
             if any {
                 self.eager_until = now + EAGER;
             }
-            self.look = if any { FIRST_LOOK } else { (self.look * 2).min(LAST_LOOK) };
+            self.look = match (deep, any) {
+                (true, _) => LAST_LOOK,
+                (false, true) => FIRST_LOOK,
+                (false, false) => (self.look * 2).min(LAST_LOOK),
+            };
             self.look_at_overdue(now);
         }
         if self.armed {

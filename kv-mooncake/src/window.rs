@@ -28,8 +28,8 @@ impl Window {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Room for up to `wanted` tasks, of `most`; how many. They are outstanding from now on.
-    pub fn take(&self, wanted: usize, most: usize, confirm_after: Duration, now: Instant) -> usize {
+    /// Room for `least` to `wanted` tasks, of `most`; how many, or none. They are outstanding from now on.
+    pub fn take(&self, (least, wanted): (usize, usize), most: usize, confirm_after: Duration, now: Instant) -> usize {
         let mut w = self.lock();
         let free = most.saturating_sub(w.outstanding);
         let granted = if w.proving {
@@ -37,6 +37,8 @@ impl Window {
         } else if w.outstanding == 0 && now.saturating_duration_since(w.confirmed) > confirm_after {
             w.proving = wanted > 0;
             wanted.min(free).min(1)
+        } else if free < least {
+            0
         } else {
             wanted.min(free)
         };
@@ -78,22 +80,30 @@ mod tests {
         let now = Instant::now();
         let w = Window::new(now);
         assert_eq!(
-            (w.take(300, 512, AFTER, now), w.take(300, 512, AFTER, now), w.take(1, 512, AFTER, now)),
+            (w.take((1, 300), 512, AFTER, now), w.take((1, 300), 512, AFTER, now), w.take((1, 1), 512, AFTER, now)),
             (300, 212, 0)
         );
         w.give(12, true, now);
-        assert_eq!((w.take(300, 512, AFTER, now), w.outstanding()), (12, 512));
+        assert_eq!((w.take((1, 300), 512, AFTER, now), w.outstanding()), (12, 512));
+    }
+
+    #[test]
+    fn room_for_a_few_waits_until_it_is_room_for_more() {
+        let now = Instant::now();
+        let w = Window::new(now);
+        assert_eq!(w.take((128, 128), 200, AFTER, now), 128);
+        assert_eq!((w.take((128, 128), 200, AFTER, now), w.take((1, 128), 200, AFTER, now)), (0, 72));
     }
 
     #[test]
     fn after_silence_one_task_goes_alone() {
         let start = Instant::now();
         let (w, late) = (Window::new(start), start + 2 * AFTER);
-        assert_eq!((w.take(300, 512, AFTER, late), w.take(300, 512, AFTER, late)), (1, 0));
+        assert_eq!((w.take((1, 300), 512, AFTER, late), w.take((1, 300), 512, AFTER, late)), (1, 0));
         // It failed: the next one again goes alone.
         w.give(1, false, late);
-        assert_eq!((w.take(300, 512, AFTER, late), w.take(300, 512, AFTER, late)), (1, 0));
+        assert_eq!((w.take((1, 300), 512, AFTER, late), w.take((1, 300), 512, AFTER, late)), (1, 0));
         w.give(1, true, late);
-        assert_eq!(w.take(300, 512, AFTER, late), 300);
+        assert_eq!(w.take((1, 300), 512, AFTER, late), 300);
     }
 }

@@ -18,8 +18,12 @@ mod geometry;
 mod idle;
 mod lane;
 mod layer;
+#[cfg(feature = "mooncake")]
+mod mooncake;
 #[cfg(feature = "nixl")]
 mod nixl;
+#[cfg(any(feature = "mooncake", feature = "nixl"))]
+mod own_lane;
 mod pair;
 mod plan;
 mod report;
@@ -28,6 +32,8 @@ mod same_host;
 mod stats;
 mod stub;
 mod sys;
+#[cfg(any(feature = "mooncake", feature = "nixl"))]
+mod target;
 mod tcp;
 mod vm;
 
@@ -88,8 +94,14 @@ const NIXL: (&[Group], &[(&str, Role)]) = (nixl::GROUPS, nixl::ROLES);
 #[cfg(not(feature = "nixl"))]
 const NIXL: (&[Group], &[(&str, Role)]) = (&[], &[]);
 
+/// The same of `mooncake`.
+#[cfg(feature = "mooncake")]
+const MOONCAKE: (&[Group], &[(&str, Role)]) = (mooncake::GROUPS, mooncake::ROLES);
+#[cfg(not(feature = "mooncake"))]
+const MOONCAKE: (&[Group], &[(&str, Role)]) = (&[], &[]);
+
 fn groups() -> impl Iterator<Item = &'static Group> {
-    GROUPS.iter().chain(NIXL.0)
+    GROUPS.iter().chain(NIXL.0).chain(MOONCAKE.0)
 }
 
 type Role = fn(&mut Link) -> Result<()>;
@@ -119,7 +131,8 @@ fn main() -> ExitCode {
             },
             "--role" => {
                 let role = args.next().unwrap_or_default();
-                let Some((_, run)) = ROLES.iter().chain(NIXL.1).find(|(name, _)| *name == role) else {
+                let Some((_, run)) = ROLES.iter().chain(NIXL.1).chain(MOONCAKE.1).find(|(name, _)| *name == role)
+                else {
                     return usage(&format!("there is no role {role}"));
                 };
                 return finish(run(&mut Link::new()));

@@ -1,25 +1,23 @@
-//! kv-nixl's lane alone, without managers.
+//! A transport's lane alone, without managers.
 
 use std::collections::HashSet;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use kv_transfer::memory::RegisteredRegion;
-use kv_transfer::nixl::{NixlConfig, NixlTransport};
 use kv_transfer::plan::WritePlan;
 use kv_transfer::tcp::HostArena;
 use kv_transfer::transport::{Lane, LaneEvent, Outcome, SubmitError, Transport, WriteOp};
 use kv_transfer::{OpId, PeerId};
 use serde_json::Value;
 
-use super::target;
-use crate::Result;
 use crate::pair::PATIENCE;
 use crate::sys::{now_ns, readable};
+use crate::{Result, target};
 
 /// A transport of its own and a lane of it.
-pub struct OurLane {
-    pub transport: Arc<NixlTransport>,
+pub struct OurLane<T> {
+    pub transport: Arc<T>,
     pub region: Arc<RegisteredRegion>,
     regions: Arc<[Arc<RegisteredRegion>]>,
     lane: Box<dyn Lane>,
@@ -28,9 +26,9 @@ pub struct OurLane {
     lost: HashSet<PeerId>,
 }
 
-impl OurLane {
-    pub fn new(config: NixlConfig, arena: Arc<HostArena>) -> Result<Self> {
-        let transport = Arc::new(NixlTransport::new(config)?);
+impl<T: Transport> OurLane<T> {
+    pub fn new(transport: T, arena: Arc<HostArena>) -> Result<Self> {
+        let transport = Arc::new(transport);
         let region = transport.register(arena)?;
         let lane = transport.lane()?;
         let max = transport.capabilities().max_op_bytes.and_then(NonZeroU64::new).ok_or("no largest op")?;
@@ -42,6 +40,7 @@ impl OurLane {
     }
 
     /// Wait until a peer is lost.
+    #[cfg(feature = "nixl")]
     pub fn lost(&mut self, peer: PeerId) -> Result<()> {
         let fd = self.lane.wake_fd().ok_or("a lane without a descriptor")?;
         let mut news = Vec::new();

@@ -83,6 +83,8 @@ fn hooks(transport: &dyn Transport) -> Arc<dyn ManagerHooks> {
     match transport.capabilities().name {
         #[cfg(feature = "nixl")]
         "nixl" => Arc::new(kv_transfer::nixl::NixlHooks::new()),
+        #[cfg(feature = "mooncake")]
+        "mooncake" => Arc::new(kv_transfer::mooncake::MooncakeHooks::new()),
         _ => Arc::new(TcpHooks::new()),
     }
 }

@@ -4,11 +4,9 @@ mod bare;
 mod bulk;
 mod completion;
 mod idle;
-mod lane;
 mod pair;
 mod peers;
 mod rooms;
-mod target;
 
 use crate::report::Report;
 use crate::{Group, Options, Result, Role};

@@ -11,14 +11,13 @@ use kv_transfer::transport::Transport;
 use serde_json::{Value, json};
 
 use super::bare::{Agent, Lists};
-use super::lane::OurLane;
-use super::target;
-use crate::Result;
 use crate::bulk::{drive, same_plan};
 use crate::child::{Link, Peer, number, text};
+use crate::own_lane::OurLane;
 use crate::pair::{Decode, Geometry, Prefill, ROW, ROWS, check_sent, row};
 use crate::stats::shuffled_pages;
 use crate::sys::{now_ns, process_cpu_ns};
+use crate::{Result, target};
 
 pub const DECODE: &str = "nixl_decode";
 pub const PREFILL: &str = "nixl_prefill";
@@ -189,7 +188,7 @@ pub fn prefill(link: &mut Link) -> Result<()> {
             }
             "lane" => {
                 if lane.is_none() {
-                    let ours = OurLane::new(shape.config(), arena.clone())?;
+                    let ours = OurLane::new(NixlTransport::new(shape.config())?, arena.clone())?;
                     let peer = ours.connect(to)?;
                     lane = Some((ours, peer));
                 }

@@ -12,12 +12,11 @@ use kv_transfer::transport::Transport;
 use serde_json::{Value, json};
 
 use super::bare::Agent;
-use super::lane::OurLane;
-use super::target;
 use crate::child::{Link, Peer, number};
+use crate::own_lane::OurLane;
 use crate::report::{Budget, Report, Row};
 use crate::sys::rss_bytes;
-use crate::{Options, Result};
+use crate::{Options, Result, target};
 
 pub const ROWS: &[&str] = &["nixl_peers_rss", "nixl_peers_fds", "nixl_peers_threads"];
 pub const OURS: &str = "nixl_peers_ours";
@@ -118,7 +117,8 @@ fn source<T>(
 }
 
 pub fn ours(link: &mut Link) -> Result<()> {
-    let mut lane = OurLane::new(NixlConfig::default(), Arc::new(HostArena::prefaulted(SIZE as usize)?))?;
+    let mut lane =
+        OurLane::new(NixlTransport::new(NixlConfig::default())?, Arc::new(HostArena::prefaulted(SIZE as usize)?))?;
     let (region, transport) = (lane.region.id(), lane.transport.clone());
     let lane = std::cell::RefCell::new(&mut lane);
     let meet = |description: &Value| {

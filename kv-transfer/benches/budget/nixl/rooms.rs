@@ -8,12 +8,11 @@ use kv_transfer::nixl::{NixlConfig, NixlTransport, prepare_environment};
 use serde_json::json;
 
 use super::bare::Agent;
-use super::target;
 use crate::child::{Link, number};
 use crate::pair;
 use crate::report::Report;
 use crate::rooms::{Bench, GEOMETRY, measure, serve};
-use crate::{Options, Result};
+use crate::{Options, Result, target};
 
 pub const ROWS: &[&str] = &["nixl_room_idle", "nixl_room_back_to_back", "nixl_rooms_per_s"];
 pub const ROLE: &str = "nixl_rooms";
