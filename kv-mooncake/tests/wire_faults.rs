@@ -50,7 +50,7 @@ impl Pair {
 
     /// The write ends without proof, and stays so: counted, with its memory, through whatever the peer does next.
     fn is_kept(&mut self, id: OpId) {
-        let error = self.source.is_unresolved(id);
+        let error = self.source.is_unproven(id);
         assert!(error.contains(self.peer.session()), "{error}");
         self.source.until("the loss", |s| s.lost.contains(&self.id));
         let weak = Arc::downgrade(self.source.region.as_ref().unwrap());

@@ -269,6 +269,7 @@ impl MooncakeTcpTransport {
             done_proves_placement: true,
             settles_unresolved: false,
             unregister_revokes: true,
+            checks_destinations: true,
         };
         Ok(Self { core, capabilities, next_region: AtomicU32::new(0) })
     }
