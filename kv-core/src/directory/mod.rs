@@ -9,6 +9,7 @@ pub mod compat;
 pub mod heartbeat;
 #[cfg(feature = "bootstrap")]
 pub mod http;
+#[cfg(feature = "bootstrap")]
 mod queue;
 mod server_state;
 
